@@ -21,7 +21,7 @@ from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
-from djl_python_neuronx.engine.limits import longest_prompt, with_defaults
+from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
@@ -30,6 +30,7 @@ from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
 from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
 from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
+from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores
 from djl_python_neuronx.protocol import custom, parse_body
@@ -44,9 +45,9 @@ logger = logging.getLogger(__name__)
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """Client ids that are used as they are: those that fit into a header and a log line."""
 
-TEXT_THREADS = 4
-"""Requests of a model that are parsed at once. Others wait: as many as the engines take, and of those before one each
-for `option.text_timeout` at most."""
+TEXT_THREADS = MOST_SLOW + 4
+"""Requests of a model that are parsed at once. Others wait, as many as the engines take; for slow ones, which leave
+four threads, no longer than `SLOW_S` each."""
 
 _REQUEST_IDS = itertools.count(1)
 """Of all models of the process, whose requests are in one log."""
@@ -278,14 +279,7 @@ class Service:
 
     @cached_property
     def _max_prompt_chars(self) -> int | None:
-        """A number of characters above that of any prompt that fits. None if the length of tokens is unknown.
-
-        It leaves a factor of four for normalisers that shorten the text.
-        """
-        pieces = self.tokenizer.pieces
-        if pieces is None:
-            return None
-        return 4 * longest_prompt(self.loop.spec) * max([16, *map(len, pieces)])
+        return most_characters(self.tokenizer.pieces, longest_prompt(self.loop.spec))
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""

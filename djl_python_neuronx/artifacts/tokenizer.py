@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
+    BackendUnavailableError,
     PromptTooLongError,
+    QueueFullError,
     RequestError,
     ServingError,
     UnsupportedParameterError,
@@ -43,6 +45,9 @@ def no_tokenizer(folder: Path) -> str:
     )
 
 
+_TEMPLATES = (
+    "chat_template.jinja or tokenizer_config.json of the model folder, or option.chat_template"
+)
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CONCATENATING = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _SAMPLE_SIZE = 1000
@@ -188,6 +193,8 @@ class TokenTable:
             # The library drops the space of a first token, and keeps that of a second.
             first, both = self.decode([token_id]), self.decode([token_id, token_id])
             known[token_id] = both[len(first) :].encode(errors="replace")
+        except (BackendUnavailableError, QueueFullError):
+            raise
         except Exception:  # noqa: BLE001  (the model may be padded beyond a vocabulary in the library's Python)
             known[token_id] = b""
         return known[token_id]
@@ -280,9 +287,21 @@ class PythonTokenizer(TokenTable):
             msg = "chat templates need jinja2 3.1.6 or newer; expected it installed. Run `pip install 'jinja2>=3.1.6'`."
             raise ArtifactError(msg) from error
         except Exception as error:
+            import jinja2
+
             # Only a sentence of the template itself is quoted: other messages may quote the prompt.
             reason = str(error) if str(error) and str(error) in template else type(error).__name__
             msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                msg = (
+                    "the model's chat template is not valid Jinja, and every chat request fails: line "
+                    f"{error.lineno}: {(error.message or '')[:200]}. Correct it in {_TEMPLATES}."
+                )
+            elif type(error) is not jinja2.TemplateError:  # which is that of `raise_exception`
+                msg = (
+                    f"the model's chat template fails on these messages ({reason[:200]}). Correct it in {_TEMPLATES}, "
+                    "or the messages' roles, order or content."
+                )
             raise RequestError(msg, param="messages") from error
         return text
 
@@ -389,9 +408,19 @@ def load_tokenizer(
         raise ArtifactAccessError(msg) from error
     except Exception as error:
         # The library raises errors of every type, and its pure Python classes run the model author's code.
+        why = f"{type(error).__name__}: {error}"
+        with suppress(OSError):
+            try:
+                json.loads((folder / "tokenizer.json").read_bytes())
+            except ValueError as invalid:
+                why = f"tokenizer.json is not valid JSON: {invalid}"
+        if (
+            "trust_remote_code" in why
+        ):  # that sentence calls the folder's name a repository of the Hub
+            why = "auto_map in tokenizer_config.json or config.json names code of its own"
         msg = (
-            f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}). Check that its files are "
-            "complete; a tokenizer with code of its own needs option.trust_remote_code=true."
+            f"the tokenizer in {folder} cannot be loaded ({why}). Check that its files are complete; a tokenizer with "
+            "code of its own needs option.trust_remote_code=true: read the code first."
         )
         raise ArtifactError(msg) from error
 

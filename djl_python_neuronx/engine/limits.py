@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
@@ -20,6 +20,14 @@ def longest_prompt(spec: ModelSpec) -> int:
     """Most tokens of a prompt: one position is kept for the first new token."""
     room = spec.max_model_len - 1
     return room if spec.mixed_steps else min(spec.prefill_buckets[-1], room)
+
+
+def most_characters(pieces: Sequence[bytes] | None, num_tokens: int) -> int | None:
+    """A number of characters above that of any prompt of so many tokens. None if the length of tokens is unknown.
+
+    It leaves a factor of four for normalisers that shorten the text. `pieces`: see `Tokenizer`.
+    """
+    return None if pieces is None else 4 * num_tokens * max([16, *map(len, pieces)])
 
 
 def check(request: GenerationRequest, spec: ModelSpec) -> None:

@@ -377,6 +377,9 @@ class EngineLoop:
         """Feed a stream; a failure of its text is an error of this request only."""
         try:
             delta = stream.text.feed(output)
+        except ServingError as error:
+            logger.warning("text_failed request_id=%s: %s", stream.request.label, error)
+            delta = stream.failed(error)
         except Exception as error:
             logger.exception("text_failed request_id=%s", stream.request.label)
             delta = stream.failed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.options import ServerOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import as_property, join_words
+from djl_python_neuronx.engine.limits import most_characters
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -39,9 +40,12 @@ from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.plan import examine
+from djl_python_neuronx.types import Tokenizer
 
 TRY_S = 30.0
-"""Most time that `check` gives a tokenizer to load; each text gets `option.text_timeout`."""
+"""Most time that `check` gives a tokenizer to load."""
+TRY_TEXT_S = 5.0
+"""Most time that `check` gives a text, whatever `option.text_timeout` the folder sets."""
 _TRIED = ("Hello, 42 worlds! \u4f60\u597d", "a" * 200 + "!", " " * 200 + "\n")
 """What backtracks does so on what repeats itself."""
 
@@ -380,25 +384,31 @@ def try_texts(placement: Placement) -> None:
         here = folder.is_dir() and has_vocabulary(entry.name for entry in folder.iterdir())
         if not here or find_spec("transformers") is None:
             continue
-        with report.findings.catch(), closing(prepared.start_tokenizer(TRY_S)) as tokenizer:
-            for text in _TRIED:
-                messages = [{"role": "user", "content": text}]
-                failures = (
-                    _failure(lambda text: tokenizer.decode(tokenizer.encode(text)), text),
-                    _failure(tokenizer.encode_chat, messages),
-                )
-                for error in filter(None, failures):
-                    report.findings.add("warning", f"tried with {len(text)} characters: {error}")
+        limits: dict[str, Any] = {}
+        if prepared.options.text_timeout > TRY_TEXT_S:
+            limits = {"timeout_s": TRY_TEXT_S, "limit": "of check"}
+        with (
+            report.findings.catch(),
+            closing(prepared.start_tokenizer(TRY_S, **limits)) as tokenizer,
+        ):
+            most = most_characters(tokenizer.pieces or (), prepared.options.max_model_len or 0)
+            _try(report.findings, lambda text: tokenizer.decode(tokenizer.encode(text)))
+            _try(report.findings, partial(_render, tokenizer, most))
 
 
-def _failure(call: Callable[[Any], object], given: object) -> ServingError | None:
+def _render(tokenizer: Tokenizer, most: int | None, text: str) -> None:
+    with suppress(UnsupportedParameterError):  # no template
+        tokenizer.encode_chat([{"role": "user", "content": text}], max_chars=most)
+
+
+def _try(findings: Problems, call: Callable[[str], object]) -> None:
+    """Report the first text on which a call fails."""
+    text = ""
     try:
-        call(given)
-    except UnsupportedParameterError:  # no template
-        return None
+        for text in _TRIED:
+            call(text)
     except ServingError as error:
-        return error
-    return None
+        findings.add("warning", f"tried with {len(text)} characters: {error}")
 
 
 def _lacking(prepared: Prepared) -> Iterator[str]:

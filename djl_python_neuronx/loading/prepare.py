@@ -176,16 +176,16 @@ class Prepared:
             self.artifact.path, **{**self._tokenizer_how, "needs_torch": needs_torch}
         )
 
-    def start_tokenizer(self, load_s: float = LOAD_S) -> TokenizerProcess:
+    def start_tokenizer(self, load_s: float = LOAD_S, **limits: Any) -> TokenizerProcess:  # noqa: ANN401
         """Load the tokenizer beside the model, to serve it: in processes of its own, within `load_s`.
+
+        `limits`: `timeout_s` and `limit` of `TokenizerProcess`; by default `option.text_timeout`.
 
         Raises:
             ArtifactError: it is missing or damaged, or takes too much time or memory.
         """
-        timeout_s = self.options.text_timeout
-        return TokenizerProcess(
-            self.artifact.path, timeout_s=timeout_s, load_s=load_s, **self._tokenizer_how
-        )
+        limits = {"timeout_s": self.options.text_timeout, **limits}
+        return TokenizerProcess(self.artifact.path, load_s=load_s, **limits, **self._tokenizer_how)
 
     @property
     def _tokenizer_how(self) -> dict[str, Any]:

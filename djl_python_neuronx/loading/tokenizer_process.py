@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import reduction
@@ -48,6 +48,7 @@ from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendUnavailableError,
+    QueueFullError,
     RequestError,
     ServingError,
     TextLimitError,
@@ -75,6 +76,10 @@ FORK_S = 10
 """Most time of a fork, and of a pause within a message."""
 IMPORT_S = 300.0
 """Most time to import the library. It is read from a disk, which may be slow."""
+SLOW_S = 0.1
+"""Time after which a call is slow, if its worker has computed for half of it: others may have the cores."""
+MOST_SLOW = 8
+"""Slow calls of a model at once. One more is ended: ordinary ones wait for no slow one."""
 IDLE_WORKERS = 4
 _ENVIRON = {
     # Without threads, so that it can fork.
@@ -96,19 +101,21 @@ class TokenizerProcess(TokenTable):
         folder: Path,
         *,
         timeout_s: float,
+        limit: str = "option.text_timeout",
         load_s: float = LOAD_S,
         **how: Any,  # noqa: ANN401
     ) -> None:
-        """Load it. `timeout_s`: limit of a call; `how`: see `load_tokenizer`.
+        """Load it. `timeout_s`: time of a call, by the named `limit`; `how`: see `load_tokenizer`.
 
         Raises:
             ArtifactError: see `load_tokenizer`; or the load takes too much time or memory.
             BackendUnavailableError: the system refuses another process.
         """
-        self._folder, self._how = folder, how
+        self._folder, self._how, self._limit = folder, how, limit
         self._timeout_s, self._load_s = min(timeout_s, 1e6), load_s  # poll takes no more than weeks
         self._idle = deque[_Process](maxlen=IDLE_WORKERS)
         self._closed = False
+        self._slow = threading.Semaphore(MOST_SLOW)
         self._forking = threading.Lock()
         """Held during a fork or a load. Nobody waits for it longer than for a text."""
         special, special_ids, eos_id, pieces = self._load()
@@ -164,20 +171,22 @@ class TokenizerProcess(TokenTable):
             msg = (
                 f"the tokenizer in {self._folder} cannot be loaded: it takes more than {self._load_s:g} s, "
                 f"{LOAD_BYTES >> 30} GiB of memory or {MOST_BYTES >> 20} MiB for the text of its tokens, or ends the "
-                "process (the log names the signal). Check that its files are whole and the right ones."
+                f"process (the log names the signal of pid {self._loader.pid}). Check that its files are whole and the "
+                "right ones."
             )
             raise ArtifactError(msg) from None
 
     def _call(self, limit_s: float, kind: str, given: Any, how: Any) -> Any:  # noqa: ANN401
-        what = "chat template" if kind == "encode_chat" else "tokenizer"
+        what = {"encode_chat": "chat template", "decode": "decoder"}.get(kind, "tokenizer")
         worker = self._take()
         begun_s = time.monotonic()
         try:
             worker.send((limit_s, kind, given, how))
-            made = worker.receive(limit_s + GRACE_S)
-            if made is None:  # the template is rendered
-                what = "tokenizer"
-                made = worker.receive(limit_s + GRACE_S)
+            for made in self._messages(worker, begun_s + limit_s + GRACE_S):
+                if made is None:  # the template is rendered
+                    what = "tokenizer"
+        except QueueFullError:
+            raise
         except (EOFError, OSError):
             if worker.is_alive or not worker.parent.is_alive:
                 worker.end()
@@ -188,7 +197,8 @@ class TokenizerProcess(TokenTable):
                 raise BackendUnavailableError(msg) from None
             why = f"takes more than {WORK_BYTES >> 30} GiB of memory, or crashes (the log names the signal)"
             if time.monotonic() - begun_s >= limit_s:
-                why = f"takes more than {limit_s:g} s (option.text_timeout)"
+                limit = self._limit if limit_s == self._timeout_s else "fixed"
+                why = f"takes more than {limit_s:g} s ({limit})"
             logger.warning("text_limit folder=%r what=%r: it %s", self._folder.name, what, why)
             msg = (
                 f"the model's {what} {why} on this text, and was ended; shorten or change the text, or correct the "
@@ -200,6 +210,34 @@ class TokenizerProcess(TokenTable):
             raise
         self._idle.append(worker)
         return made
+
+    def _messages(self, worker: _Process, end_s: float) -> Iterator[Any]:
+        """Yield what a worker sends until it is not None.
+
+        Raises:
+            QueueFullError: it is slow, and so are `MOST_SLOW` others; it was ended.
+            EOFError, OSError: it has ended, or not answered at `end_s`.
+        """
+        made, is_slow, slow_s = None, False, worker.computed_s() + SLOW_S / 2
+        try:
+            while made is None:
+                if worker.answers(SLOW_S):
+                    made = worker.receive(GRACE_S)
+                    yield made
+                elif time.monotonic() > end_s:
+                    raise TimeoutError
+                elif not is_slow and worker.computed_s() >= slow_s:
+                    is_slow = self._slow.acquire(blocking=False)
+                    if not is_slow:
+                        worker.end()
+                        msg = (
+                            f"{MOST_SLOW} texts take the model's chat template or tokenizer longer than {SLOW_S:g} s, "
+                            "and so does this one; retry later"
+                        )
+                        raise QueueFullError(msg)
+        finally:
+            if is_slow:
+                self._slow.release()
 
     def _take(self) -> _Process:
         """A worker: one that is idle, or a new one, of another loader if need be.
@@ -269,7 +307,7 @@ class _Process:
             EOFError, OSError: it has ended, or gives no answer in this time.
             ServingError: the message is one.
         """
-        if not self._events.poll(limit_s * 1000):
+        if not self.answers(limit_s):
             msg = f"no answer within {limit_s:g} s"
             raise TimeoutError(msg)
         made, *failure = orjson.loads(self._connection.recv_bytes(MOST_BYTES))
@@ -280,6 +318,18 @@ class _Process:
                 error.param = param
             raise error
         return made
+
+    def answers(self, limit_s: float) -> bool:
+        """True once it has sent a message or ended, False after this time."""
+        return bool(self._events.poll(limit_s * 1000))
+
+    def computed_s(self) -> float:
+        """The processor time that it has taken. Source: glibc, `clock_getcpuclockid`.
+
+        Raises:
+            OSError: it has ended.
+        """
+        return time.clock_gettime(~self.pid << 3 | 2)
 
     @property
     def is_alive(self) -> bool:
@@ -355,13 +405,16 @@ def main() -> None:
         import_transformers(needs_torch=False)
         import jinja2.sandbox  # noqa: F401
     front.send_bytes(b"[null]")
-    _fork_each(front, _tell)
+    _fork_each(front, _tell, "(a loader)")
 
 
-def _fork_each(front: Connection, child: Callable[[Connection], None]) -> None:
-    """Fork a child for each connection that comes, and send its id there, until the front closes this one."""
+def _fork_each(front: Connection, child: Callable[[Connection], None], name: str) -> None:
+    """Fork a child for each connection that comes, and send its id there, until the front closes this one.
+
+    `name`: folder of the children, for the log.
+    """
     gc.freeze()
-    signal.signal(signal.SIGCHLD, _reap)
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(name))
     parent = os.getpid()
     with suppress(EOFError, ConnectionError):
         while True:
@@ -390,13 +443,14 @@ def _fork_each(front: Connection, child: Callable[[Connection], None]) -> None:
                     os._exit(1)
 
 
-def _reap(*_: object) -> None:
+def _reap(folder: str) -> None:
     """Note how children have ended."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if os.WIFSIGNALED(ended[1]):
                 name = signal.Signals(os.WTERMSIG(ended[1])).name
-                logger.info("tokenizer_process_ended pid=%d signal=%s", ended[0], name)
+                event = "tokenizer_process_ended folder=%r pid=%d signal=%s"
+                logger.info(event, folder, ended[0], name)
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -423,7 +477,7 @@ def _tell(front: Connection) -> None:
 
     front.send_bytes(_made(load_s, load, f"the tokenizer in {folder} cannot be loaded"))
     if loaded:
-        _fork_each(front, partial(_work, loaded[0]))
+        _fork_each(front, partial(_work, loaded[0]), Path(folder).name)
 
 
 def _work(tokenizer: PythonTokenizer, front: Connection) -> None:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from djl_python_neuronx.errors import (
     ArtifactError,
     BackendUnavailableError,
     PromptTooLongError,
+    QueueFullError,
     ServingError,
     TextLimitError,
 )
@@ -130,6 +132,21 @@ def test_a_template_without_end_costs_its_calls(tmp_path, caplog):
                 one.result()
     assert tokenizer.encode("The fox") == ids
     assert "text_limit" in caplog.text
+    tokenizer.close()
+
+
+def test_slow_calls_have_places_and_give_them_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_process, "MOST_SLOW", 2)
+    tokenizer = start(write(tmp_path), timeout_s=4.0, chat_template=ENDLESS)
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(tokenizer.encode_chat, MESSAGES) for _ in range(3)]
+            ended = wait(calls, PATIENCE_S, FIRST_COMPLETED).done
+            assert [type(one.exception()) for one in ended] == [QueueFullError]
+            assert tokenizer.encode("The fox")
+            assert sum(one.done() for one in calls) == 1
+        ends = Counter(type(one.exception()) for one in calls)
+        assert ends == {QueueFullError: 1, TextLimitError: 2}
     tokenizer.close()
 
 
@@ -266,6 +283,9 @@ def worker_of(tokenizer):
 def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
     """The kernel's limit does not end it: a stopped process takes no signal but SIGKILL, and reads nothing."""
     monkeypatch.setattr(tokenizer_process, "FORK_S", 1)
+    monkeypatch.setattr(
+        tokenizer_process, "MOST_SLOW", 0
+    )  # it has computed nothing: it is not slow
     tokenizer = start(write(tmp_path), timeout_s=1.0)
     ids = tokenizer.encode("The fox")
     stopped = worker_of(tokenizer)

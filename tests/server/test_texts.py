@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -28,14 +30,16 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from djl_python_neuronx.errors import ArtifactError
-from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
+from djl_python_neuronx.errors import ArtifactError, TextLimitError
+from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW, TokenizerProcess
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Model
+from tests import toy_service as toys
 from tests.artifacts import tokenizer_folders as folders
 from tests.server.test_app import CROSSING_S, PATIENCE_S, Running, answer
 from tests.toy_backend import TOY_SPEC, ToyBackend
 from tests.toy_service import toy_service
+from tests.toy_tokenizer import ToyTokenizer
 
 LIMIT_S = 3.0
 MESSAGES = [
@@ -84,8 +88,11 @@ GOOD = {
 }
 OVER = (400, r"chat template takes more than (3 s \(option.text_timeout\)|1 GiB of memory)")
 LONG = (400, r"chat template has \d+ characters, more than any prompt that fits")
-REFUSED = (400, "chat template refuses these messages")
-ANY = (400, f"{OVER[1]}|tokenizer takes more than 3 s|{LONG[1]}|{REFUSED[1]}")
+FAILS = (
+    400,
+    r"chat template fails on these messages \(\w+\)\. Correct it in chat_template\.jinja or tok",
+)
+ANY = (400, f"{OVER[1]}|tokenizer takes more than 3 s|{LONG[1]}|{FAILS[1]}")
 """What ends it, and when, depends on the machine."""
 BAD = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x": OVER,
@@ -103,18 +110,22 @@ BAD = {
     "{% set a = 'a' * 10**5 %}{{ a | replace('a', a) }}": OVER,
     "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}": OVER,
     "{{ 'fox ' * 10**6 }}": LONG,
-    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": REFUSED,
-    "{{ range(10**9) | list }}": REFUSED,
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": FAILS,
+    "{{ range(10**9) | list }}": FAILS,
     "{{ raise_exception('never') }}": (400, "refuses these messages: never"),
-    "{% for %}": REFUSED,
-    "{{ 1 / 0 }}": REFUSED,
-    "{{ messages.nothing.at_all }}": REFUSED,
-    "{{ messages[99].content.x }}": REFUSED,
-    "{% include 'config.json' %}": REFUSED,
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}": REFUSED,
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}": REFUSED,
-    "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}": REFUSED,
-    "{{ messages.append(1) }}": REFUSED,
+    "{% for %}": (
+        400,
+        "not valid Jinja, and every chat request fails: line 1: Expected an expression, got",
+    ),
+    "\n{{ 1 | nothing }}": (400, "not valid Jinja, .*: line 2: No filter named 'nothing'"),
+    "{{ 1 / 0 }}": FAILS,
+    "{{ messages.nothing.at_all }}": FAILS,
+    "{{ messages[99].content.x }}": FAILS,
+    "{% include 'config.json' %}": FAILS,
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": FAILS,
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}": FAILS,
+    "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}": FAILS,
+    "{{ messages.append(1) }}": FAILS,
 }
 
 
@@ -183,9 +194,9 @@ def folder(tmp_path_factory):
     return folders.write(tmp_path_factory.mktemp("texts"), made, **folders.special_tokens(made))
 
 
-def start(folder, template=None):
+def start(folder, template=None, timeout_s=LIMIT_S):
     how = {"trust_remote_code": False, "revision": None, "chat_template": template}
-    return TokenizerProcess(folder, timeout_s=LIMIT_S, **how)
+    return TokenizerProcess(folder, timeout_s=timeout_s, **how)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -300,8 +311,58 @@ def test_a_decoder_that_backtracks_costs_its_request(server, tmp_path):
     ids = made.encode(BAD_TEXT).ids
     found = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}, timeout=PATIENCE_S)
     assert found.status_code in {400, 500}
-    assert re.search(TOO_FAR, found.json()["error"]["message"])
+    limit = r"the model's decoder takes more than 1\.\d+ s \(fixed\)"
+    assert re.search(f"{limit}|{TOO_FAR}", found.json()["error"]["message"])
     tokenizer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decoder_that_goes_too_far_costs_its_stream(monkeypatch, caplog, stream):
+    class Decoder(ToyTokenizer):
+        num_decoded = 0
+
+        def decode(self, ids):
+            self.num_decoded += 1
+            if self.num_decoded > 6:  # in the middle of a stream
+                raise TextLimitError("the model's decoder takes more than 1.002 s (fixed)")
+            return super().decode(ids)
+
+    tokenizer = Decoder()
+    tokenizer.pieces = None
+    monkeypatch.setattr(toys, "TOKENIZER", tokenizer)
+    application = Application(Model("toy"))
+    application.models[0].service = service = toy_service(ToyBackend())
+    running = Running(application)
+    wanted = {"prompt": [1, 5], "max_tokens": 40, "ignore_eos": True, "stream": stream}
+    found = httpx.post(f"{running.url}/v1/completions", json=wanted, timeout=PATIENCE_S)
+    running.close()
+    service.close()
+    assert found.status_code == (200 if stream else 400)
+    assert "1.002 s (fixed)" in found.text
+    assert '"text_limit"' in found.text
+    assert "text_failed" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_plain_text_waits_for_no_slow_template(server, folder):
+    tokenizer = start(folder, next(iter(BAD)), timeout_s=600.0)
+    server.service.tokenizer = tokenizer
+    with ThreadPoolExecutor(20) as pool:
+        post = partial(httpx.post, f"{server.url}/tokenize", timeout=600)
+        chats = [pool.submit(post, json={"messages": MESSAGES}) for _ in range(20)]
+        refused = [one.result() for one in islice(as_completed(chats), 20 - MOST_SLOW)]
+        assert (
+            httpx.post(
+                f"{server.url}/tokenize", json={"prompt": TEXT}, timeout=PATIENCE_S
+            ).status_code
+            == 200
+        )
+        assert sum(one.done() for one in chats) == len(refused)
+        tokenizer.close()
+    for one in refused:
+        assert one.status_code == 503
+        assert one.headers["retry-after"] == "1"
+        assert "8 texts take the model's chat template or tokenizer longer than 0.1 s" in one.text
 
 
 def edited(**parts: Any) -> str:
@@ -309,6 +370,7 @@ def edited(**parts: Any) -> str:
 
 
 UNLOADABLE = {
+    "empty": lambda: "",
     "cut": lambda: "{",
     "a list": lambda: "[]",
     "no model": lambda: edited(model={"type": "None"}),
@@ -325,7 +387,8 @@ UNLOADABLE = {
 def test_a_tokenizer_that_cannot_be_loaded_is_an_error(tmp_path, name):
     folder = folders.write(tmp_path, folders.byte_level())
     (folder / "tokenizer.json").write_text(UNLOADABLE[name]())
-    with pytest.raises(ArtifactError, match="cannot be loaded"):
+    why = "tokenizer.json is not valid JSON" if name in {"empty", "cut"} else "cannot be loaded"
+    with pytest.raises(ArtifactError, match=why):
         start(folder)
 
 
