@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import SkipValidation
 
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.sampling import SamplingParams
@@ -27,39 +28,25 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """One tokenised request, valid for its protocol; free of wire formats and slots.
-
-    `engine.limits.check` checks it against the loaded model.
-    """
+class EngineRequest:
+    """The part of a request that crosses to the engine: token ids and plain values, no text."""
 
     request_id: str
     """Assigned here, unique in the process: an id sent by a client may come again at any moment."""
-    prompt_ids: Sequence[int]
+    prompt_ids: Annotated[Sequence[int], SkipValidation]  # a look at each would cost 2 ms for 100k
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
     """Most tokens to generate; None: as many as fit into the slot."""
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the sequence like eos does, also with `ignore_eos`."""
-    stop_strings: tuple[str, ...] = ()
-    """The text of a special token stops at that token, which has no text in which it could be found."""
-    include_stop: bool = False
-    """True if the text keeps the stop string, or the token of `stop_token_ids`, that ended it."""
     ignore_eos: bool = False
     logprobs: bool = False
     """True to return the log-probability of each generated token under the model's own (unwarped) distribution."""
     top_logprobs: int = 0
     """Most likely tokens to return in place of each generated one, with their log-probabilities."""
     adapter: int = 0
-    max_seconds: float = inf
-    """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
-    arrived_s: float = field(default_factory=time.monotonic)
     client_id: str = ""
     """The client's own id, for its response and for logs."""
-    protocol: str = ""
-    """A label for logs and metrics."""
-    prompt_name: str = "the prompt"
-    """The prompt's name in errors, which tells those of a list apart."""
 
     @property
     def group(self) -> str:
@@ -70,6 +57,26 @@ class GenerationRequest:
     def label(self) -> str:
         """The request's name in logs: the client's id if it sent one."""
         return self.client_id or self.request_id
+
+
+@dataclass(frozen=True)
+class GenerationRequest(EngineRequest):
+    """One tokenised request, valid for its protocol; free of wire formats and slots. Its own fields stay in the front.
+
+    `engine.limits.check` checks it against the loaded model.
+    """
+
+    stop_strings: tuple[str, ...] = ()
+    """The text of a special token stops at that token, which has no text in which it could be found."""
+    include_stop: bool = False
+    """True if the text keeps the stop string, or the token of `stop_token_ids`, that ended it."""
+    max_seconds: float = inf
+    """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    protocol: str = ""
+    """A label for logs and metrics."""
+    prompt_name: str = "the prompt"
+    """The prompt's name in errors, which tells those of a list apart."""
 
 
 class TokenOutput(NamedTuple):

@@ -42,7 +42,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Engine:
         if self.proposer is not None:
             self.proposer.close()
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request that `limits.check` has passed.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Any
 from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnsupportedParameterError
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import GenerationRequest
+from djl_python_neuronx.types import EngineRequest, GenerationRequest
 
 _GREEDY = (1.0, 1.0, 1.0)
 _ON_HOST = (
@@ -63,7 +63,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         raise UnsupportedParameterError(reason)
 
 
-def sampled_on_host(request: GenerationRequest, spec: ModelSpec) -> bool:
+def sampled_on_host(request: EngineRequest, spec: ModelSpec) -> bool:
     """True if the host samples all tokens of a request that `check` has passed, False if the device does."""
     if Want.LOGITS not in spec.outputs:
         return False
@@ -126,7 +126,7 @@ def with_defaults(
     return {**usable, **given}
 
 
-def _host_reason(request: GenerationRequest, spec: ModelSpec) -> str | None:
+def _host_reason(request: EngineRequest, spec: ModelSpec) -> str | None:
     """The reason that a sampling device cannot choose the tokens of a request, with the fix; None if it can."""
     sampling = request.sampling
     refused = sampling.unsupported_on_device()

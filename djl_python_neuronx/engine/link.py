@@ -14,9 +14,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import orjson
@@ -27,8 +27,7 @@ from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.sampler import logprobs, most_likely
 from djl_python_neuronx.errors import ServingError, revive
-from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -133,34 +132,21 @@ class EngineState(NamedTuple):
 
 SPEC = TypeAdapter(ModelSpec)
 """Converts the facts of the loaded model to plain values and back."""
+REQUEST = TypeAdapter(EngineRequest)
+"""Makes a request of a message's fields."""
+_REQUEST_FIELDS = tuple(one.name for one in fields(EngineRequest))
 
 
-def encode_request(request: GenerationRequest, stop_ids: Iterable[int] = ()) -> bytes:
-    """The message for a request, with the part of it that the engine needs: token ids and plain values, no text.
-
-    `stop_ids` end the sequence as `stop_token_ids` do.
-    """
+def encode_request(request: EngineRequest, stop_ids: Iterable[int] = ()) -> bytes:
+    """The message for a request. `stop_ids` end the sequence as `stop_token_ids` do."""
     sampling, wanted = request.sampling, request.max_new_tokens
-    fields = {
-        "request_id": request.request_id,
-        "prompt_ids": list(request.prompt_ids),
-        "sampling": {**asdict(sampling), "top_k": min(sampling.top_k, _LARGEST)},
+    sent = {
+        **{name: getattr(request, name) for name in _REQUEST_FIELDS},
+        "sampling": {**vars(sampling), "top_k": min(sampling.top_k, _LARGEST)},
         "max_new_tokens": None if wanted is None else min(wanted, _LARGEST),
-        "stop_token_ids": [*request.stop_token_ids, *stop_ids],
-        "ignore_eos": request.ignore_eos,
-        "logprobs": request.logprobs,
-        "top_logprobs": request.top_logprobs,
-        "adapter": request.adapter,
-        "client_id": request.client_id,
+        "stop_token_ids": request.stop_token_ids.union(stop_ids),
     }
-    return orjson.dumps(("add", fields))
-
-
-def decode_request(fields: Mapping[str, Any]) -> GenerationRequest:
-    """The request of a message's fields."""
-    sampling = SamplingParams(**fields["sampling"])
-    stop_token_ids = frozenset(fields["stop_token_ids"])
-    return GenerationRequest(**{**fields, "sampling": sampling, "stop_token_ids": stop_token_ids})
+    return orjson.dumps(("add", sent), default=list)
 
 
 def encode_error(error: ServingError | None) -> tuple[str, str] | None:

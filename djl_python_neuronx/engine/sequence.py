@@ -7,13 +7,13 @@ import time
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.limits import sampled_on_host
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import EngineRequest, FinishReason
 
 
 class Sequence:
     """The tokens of one request and its state; owned by the engine thread."""
 
-    def __init__(self, request: GenerationRequest, spec: ModelSpec) -> None:
+    def __init__(self, request: EngineRequest, spec: ModelSpec) -> None:
         self.request = request
         self.on_host = sampled_on_host(request, spec)
         """The host samples its tokens from logits, not the device: all of them, so that its history is complete."""

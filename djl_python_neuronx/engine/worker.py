@@ -15,10 +15,10 @@ from typing import Any
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.link import (
+    REQUEST,
     SPEC,
     EngineState,
     Link,
-    decode_request,
     encode_error,
     encode_step,
 )
@@ -167,7 +167,8 @@ class _Worker:
             while (message := self._link.receive()) is not None:
                 kind, argument = message
                 if kind == "add":
-                    self._commands.put(partial(self._engine.add, decode_request(argument)))
+                    request = REQUEST.validate_python(argument)
+                    self._commands.put(partial(self._engine.add, request))
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:

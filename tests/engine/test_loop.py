@@ -22,10 +22,10 @@ import pytest
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import (
+    REQUEST,
     SPEC,
     EngineState,
     Link,
-    decode_request,
     encode_request,
     encode_step,
 )
@@ -43,7 +43,7 @@ from djl_python_neuronx.errors import (
     StepError,
 )
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import EngineRequest, FinishReason, GenerationRequest, TokenOutput
 from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.toy_tokenizer import TOKENIZER
 
@@ -875,19 +875,31 @@ def test_the_front_gets_the_facts_of_the_model(facts: dict[str, Any]) -> None:
     assert SPEC.validate_python(orjson.loads(sent)) == spec
 
 
-def test_the_engine_gets_the_request_that_the_front_has() -> None:
+def test_every_field_of_a_request_reaches_the_engine() -> None:
     sampling = SamplingParams(
-        temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=7
+        temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=2**64 - 1
     )
-    assert all(getattr(sampling, one.name) != one.default for one in fields(sampling))
-    asked = GenerationRequest(
-        "a", [5, 6], sampling, 9, frozenset({3}), ignore_eos=True, logprobs=True, top_logprobs=2,
+    meant = EngineRequest(
+        "a", [5, 6], sampling, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
         adapter=1, client_id="theirs",
     )  # fmt: skip
-    kind, content = orjson.loads(encode_request(asked, [4]))
-    got = decode_request(content)
-    assert kind == "add"
-    assert got == replace(asked, stop_token_ids=frozenset({3, 4}), arrived_s=got.arrived_s)
+    default = EngineRequest("", [])
+    for given, usual in ((meant, default), (sampling, default.sampling)):
+        same = [one.name for one in fields(given) if getattr(given, one.name) == getattr(usual, one.name)]  # fmt: skip
+        assert not same, "give these another value than their default"
+    own = {**vars(meant), "stop_token_ids": frozenset({3})}
+    front, end = map(Link, socket.socketpair())
+    front.send_encoded(encode_request(GenerationRequest(**own, stop_strings=("end",)), [4]))
+    front.close()
+    kind, content = end.receive() or ()
+    end.close()
+    assert (kind, REQUEST.validate_python(content)) == ("add", meant)
+
+
+def test_a_request_for_more_than_a_device_can_count_reaches_the_engine() -> None:
+    asked = EngineRequest("a", [5], SamplingParams(top_k=10**30), 10**30)
+    got = REQUEST.validate_python(orjson.loads(encode_request(asked))[1])
+    assert (got.sampling.top_k, got.max_new_tokens) == (2**31 - 1, 2**31 - 1)
 
 
 def test_a_worker_that_cannot_load_says_so_and_frees_its_descriptor() -> None:
