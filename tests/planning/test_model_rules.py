@@ -747,7 +747,7 @@ CORES = [
         (
             DEGREE,
             "error",
-            f"divide the {what}",
+            f"a divisor of the {what}",
             {"loader": "nxdi", DEGREE: 24, "facts": of(model_type, **sizes)},
             {DEGREE: 4},
         )
