@@ -107,7 +107,10 @@ class Service:
             self.tokenizer = tokenizer()
             made.callback(self.tokenizer.close)
             self.threads = Threads(
-                TEXT_THREADS, "djl-neuronx-text", lambda: self.loop.most + TEXT_THREADS
+                TEXT_THREADS,
+                "djl-neuronx-text",
+                lambda: self.loop.most + TEXT_THREADS,
+                self._recorder.rejected,
             )
             """The threads that parse requests, which wait for template and tokenizer."""
             self.custom = None

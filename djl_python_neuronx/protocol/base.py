@@ -343,10 +343,16 @@ class Serving(Protocol):
 class Threads(ThreadPoolExecutor):
     """Threads that exist from the start: a full address space refuses new ones."""
 
-    def __init__(self, count: int, name: str, most: Callable[[], float] = lambda: math.inf) -> None:
-        """`most`: calls that may run or wait at once."""
+    def __init__(
+        self,
+        count: int,
+        name: str,
+        most: Callable[[], float] = lambda: math.inf,
+        on_full: Callable[[ServingError], None] = lambda _error: None,
+    ) -> None:
+        """`most`: calls that may run or wait at once. `on_full` gets the error of each one more."""
         super().__init__(count, name)
-        self._most, self._open = most, set[Future[Any]]()
+        self._most, self._on_full, self._open = most, on_full, set[Future[Any]]()
         begin, present = super().submit, threading.Barrier(count)
         wait([begin(present.wait, 10.0) for _ in range(count)])
 
@@ -357,7 +363,9 @@ class Threads(ThreadPoolExecutor):
                 f"{len(self._open)} requests wait for chat template or tokenizer, of at most {most}; retry later, or "
                 "raise option.max_waiting"
             )
-            raise QueueFullError(msg)
+            error = QueueFullError(msg)
+            self._on_full(error)
+            raise error
         made = super().submit(call, *args, **kwargs)
         self._open.add(made)
         made.add_done_callback(self._open.discard)

@@ -739,6 +739,8 @@ def test_texts_that_wait_are_bounded_and_go_with_their_clients() -> None:
         assert content(reply)["type"] == "queue_full"
         assert "option.max_waiting" in content(reply)["error"]
         assert b"retry-after: 1" in reply
+        rejected = service.metrics["rejected_requests_total"].labels("queue_full")
+        assert rejected._value.get() == 1
         for client in waiting[:-1]:
             client.close()
         wait_until(lambda: len(service.threads._open) == TEXT_THREADS + 1)
