@@ -179,7 +179,7 @@ class Rig:
 
     library: str
     modules: tuple[str, ...]
-    """What is on the path with the rig."""
+    """Modules that must come from the rig's path."""
     path: str
     """The rest of the path."""
     bare: str

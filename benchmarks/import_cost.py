@@ -1,4 +1,4 @@
-"""What importing the handler costs: DJL imports it before it listens, within its two minutes.
+"""Measure the import of the handler: DJL imports it before it listens, within its two minutes.
 
     .venv/bin/python benchmarks/import_cost.py [--json]
 

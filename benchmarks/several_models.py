@@ -79,14 +79,14 @@ LOST = {
     "jsonlines": "error event 503 backend_unavailable",
     "sse": "error event 503 backend_unavailable",
 }
-"""What a request that had tokens at the kill gets."""
+"""The end of an answer whose tokens had begun before the kill, by form."""
 SO_TIMESTAMPNS = 35
 """Linux, asm-generic/socket.h."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request. Times are of the clock, as the kernel's are."""
+    """The outcome of a request. Times are of the clock, as the kernel's are."""
 
     model: str
     form: str
@@ -99,7 +99,7 @@ class Result:
 
 @dataclass
 class Ask:
-    """A request on a connection of its own."""
+    """A request on its own connection."""
 
     question: Question
     form: str
@@ -199,7 +199,7 @@ class Mark:
     tokens: float
 
     def since(self, began: Mark) -> Mark:
-        """What came since a moment, per second."""
+        """The increase since `began`, per second."""
         seconds = self.at_s - began.at_s
         return Mark(
             seconds,
@@ -347,7 +347,7 @@ class Bench:
 
 
 def faults(results: Iterable[Result], runs: Sequence[Run], num_slots: int) -> list[str]:
-    """What is wrong with outcomes. `num_slots`: of an engine."""
+    """Describe the wrong outcomes. `num_slots`: of an engine."""
     found, lost = [], [0] * len(runs)
     for result in results:
         if result.outcome == "right":

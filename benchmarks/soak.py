@@ -94,7 +94,7 @@ class SoakError(Exception):
 
 @dataclass
 class Holdings:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     descriptors: int
     threads: int
@@ -113,7 +113,7 @@ class Holdings:
         )
 
     def grown(self, before: Holdings, memory: float = math.inf) -> list[str]:
-        """What there is more of than before. `memory`: factor by which memory may grow."""
+        """Names of the resources that have grown. `memory`: factor by which memory may grow."""
         names = ("descriptors", "threads", "children")
         found = [name for name in names if getattr(self, name) > getattr(before, name)]
         return [*found, *(["memory"] if self.rss_mib > memory * before.rss_mib else [])]
@@ -157,7 +157,7 @@ class Tally:
 
 
 class Embedded:
-    """The embedded server, as a process of its own."""
+    """The embedded server, as a separate process."""
 
     def __init__(
         self,
@@ -508,7 +508,7 @@ class Kills(Soak):
         self.over = threading.Event()
 
     def report(self) -> dict[str, Any]:
-        """What is printed of it."""
+        """The part of the printed report."""
         recoveries = self.tally.recoveries
         return {
             "kills": dict(self.kills),
@@ -588,7 +588,7 @@ class Mix(Soak):
         """Outcomes of each kind of client."""
 
     def report(self) -> dict[str, Any]:
-        """What is printed of it."""
+        """The part of the printed report."""
         return {"clients": {name: dict(found) for name, found in sorted(self.clients.items())}}
 
     def warm_up(self, num_requests: int) -> None:

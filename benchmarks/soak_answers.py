@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back until the end, or until the time was over."""
+    """The answer until its end, or until the deadline."""
 
     status: int
     data: bytes

@@ -92,9 +92,9 @@ class Client:
     share: float
     """Of all clients that are made."""
     outcomes: frozenset[str]
-    """What its requests may end with."""
+    """Outcomes that its requests may have."""
     http: bool
-    """Whether it needs a connection of its own."""
+    """True if it needs its own connection."""
 
 
 CLIENTS: dict[str, Client] = {}
@@ -183,7 +183,7 @@ def long_prompt(case: Case) -> list[str]:
 
 @client(5, RIGHT, BAD, "answered", "error 413 prompt_too_long")
 def mutated_body(case: Case) -> list[str]:
-    """What a changed body means is not known here, so an answer's text is not judged."""
+    """Send a changed body. Its meaning is not known here, so the text of an answer is not judged."""
     body = bytearray(case.body)
     for _ in range(case.pick.randint(1, 4)):
         place = case.pick.randrange(len(body))

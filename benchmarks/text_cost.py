@@ -1,4 +1,4 @@
-"""What do the processes of template and tokenizer cost a request, against the same calls in this process?
+"""Measure a request's cost of the template's and tokenizer's processes, against the same calls in this process.
 
     python benchmarks/text_cost.py --json
 

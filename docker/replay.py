@@ -41,7 +41,7 @@ class ReplayError(Exception):
 
 @dataclass
 class Image:
-    """What a Dockerfile says about running the result, and the variables while its steps run."""
+    """A Dockerfile's instructions for running the result, and the variables while its steps run."""
 
     env: dict[str, str] = field(
         default_factory=lambda: {
@@ -179,7 +179,7 @@ def enter(job: dict[str, object], words: list[str]) -> list[str]:
 
 
 def _enter(job: dict[str, object], words: list[str]) -> None:
-    """Become a command in a root, in a mount namespace of its own."""
+    """Become a command in a root, in its own mount namespace."""
     root = str(job["root"])
 
     def mount(*arguments: str) -> None:
@@ -213,7 +213,7 @@ def _enter(job: dict[str, object], words: list[str]) -> None:
 
 
 def output(*line: str, cwd: str | None = None, env: dict[str, str] | None = None) -> str:
-    """What a program of this machine prints; its failure is an error that has it."""
+    """The output of a program of this machine; the error of a failed one quotes it."""
     try:
         ran = subprocess.run(line, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
     except FileNotFoundError as error:
@@ -301,7 +301,7 @@ def pins() -> dict[str, str]:
 
 
 def skips(kind: str, text: str) -> str | None:
-    """Why a step is not run; None if it is."""
+    """The reason to skip a step; None if it runs."""
     if kind not in ("ADD", "RUN"):
         return None
     return next((reason for part, reason in SKIPPED.items() if part in text), None)
@@ -388,7 +388,7 @@ STEPS = {
     "WORKDIR": workdir,
 }
 FACTS = ("EXPOSE", "HEALTHCHECK", "LABEL", "STOPSIGNAL")
-"""What only Docker and its users read: that their variables have values is all that is seen here."""
+"""Instructions that only Docker and its users read: here only their variables must have values."""
 
 
 def build(name: str, folder: Path) -> None:

@@ -44,7 +44,7 @@ def dependencies(package: str, extras: Sequence[str]) -> Iterator[str]:
 
 
 def answers(command: str, pinned: Sequence[str]) -> list[dict[str, Any]]:
-    """What the first service that answers says about each package; empty if none does."""
+    """The findings of the first service that answers, by package; empty if none answers."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder, "requirements.txt")
         listed.write_text("\n".join(pinned), encoding="utf-8")

@@ -38,7 +38,7 @@ def code_lines(source: str) -> int:
 
 
 def _is_no_code(node: ast.stmt) -> bool:
-    """Whether a statement is an import or a string that stands alone: a docstring, of a field too."""
+    """Return whether a statement is an import or a docstring, including those of fields."""
     return isinstance(node, (ast.Import, ast.ImportFrom)) or (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

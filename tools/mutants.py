@@ -61,7 +61,7 @@ HEAVY = (
 
 @dataclass
 class Map:
-    """What tests take and run."""
+    """The time of each test, and the lines that it runs."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """Of the tests that passed."""
@@ -187,7 +187,7 @@ def _nodes(node: ast.AST) -> Iterator[Any]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether a node is for readers and type checkers, or a number that is a choice, which a test could only repeat."""
+    """Return whether a node is for readers and type checkers, or a chosen number, which a test could only repeat."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.arg():
             return True
@@ -312,7 +312,7 @@ class Bench:
     """Test -> whether it passes in the copy as it is."""
 
     def judge(self, mutant: Mutant) -> str:
-        """What noticed the mutant: a test, "hangs", "import"; "" if nothing did."""
+        """Return the first sign of the mutant: a test, "hangs" or "import"; "" if it survived."""
         path = self.tree / mutant.file
         original, time_s = path.read_bytes(), int(path.stat().st_mtime)
         tests = self.choose(mutant, original.decode())

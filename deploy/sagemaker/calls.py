@@ -92,7 +92,7 @@ def _leaves(value: Any, shape: Any, where: str) -> Iterator[tuple[Any, Any, str]
 
 
 def _left_to_the_service(value: Any, shape: Any, where: str) -> Iterator[str]:
-    """What is wrong with a value beyond what botocore's validator refuses."""
+    """Yield the errors of a value that botocore's validator leaves to the service."""
     most = shape.metadata.get("max", math.inf)
     if isinstance(value, (int, float)):
         if value > most:

@@ -22,7 +22,7 @@ VARIANT = "main"
 FRONT_BYTES = 2 * GIB
 """Host memory of the front process: an assumption."""
 EBS_FAMILIES = ("inf2",)
-"""Instances without disks of their own, whose volume has a size to choose. Source: EC2, instance types."""
+"""Instances without their own disks: the size of their volume is chosen. Source: EC2, instance types."""
 BUSY = 0.7
 """Default target of the autoscaling: this share of an instance's or copy's slots."""
 BACKLOG = 4
@@ -109,7 +109,7 @@ def endpoint_config_call(arguments: argparse.Namespace, planned: Plan) -> Call:
 
 
 def needs(instance: str, planned: Plan) -> dict[str, int]:
-    """What one copy of an inference component needs: whole chips, and the memory of the host that a load takes.
+    """The needs of one copy of an inference component: whole chips, and the host memory for a load.
 
     Raises:
         ConfigError: the instance has less.
@@ -224,7 +224,7 @@ def span(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def scalable(name: str, *, copies: bool) -> dict[str, str]:
-    """What is scaled: the instances of the variant, or the copies of the inference component."""
+    """The scaled resource: the instances of the variant, or the copies of the inference component."""
     resource, dimension = f"endpoint/{name}/variant/{VARIANT}", "variant:DesiredInstanceCount"
     if copies:
         resource, dimension = f"inference-component/{name}", "inference-component:DesiredCopyCount"

@@ -1,4 +1,4 @@
-"""What the package says about a model on an instance, and how long a start may take."""
+"""The package's plan for a model on an instance, and the time that a start may take."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _is_model_dir(value: str) -> bool:
 def _target(
     arguments: argparse.Namespace, environ: Mapping[str, str], folder: Path
 ) -> tuple[str, dict[str, str]]:
-    """What `check` reads, with overrides: of a prefix in S3 its `serving.properties` too, by way of `folder`.
+    """The target and overrides for `check`: of a prefix in S3 its `serving.properties` too, by way of `folder`.
 
     Raises:
         ServingError: nothing names a model, S3 refuses, or the model data are an archive.

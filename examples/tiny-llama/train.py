@@ -143,7 +143,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trial:
-    """What greedy decoding made of one example.
+    """The result of greedy decoding for one example.
 
     Attributes:
         example: The example.
