@@ -1,4 +1,4 @@
-"""What clients that exist do, and what they must get, whatever serves the example model: every door has these checks.
+"""Calls of existing clients and the answers that they must get: checks for every door that serves the example model.
 
 `url` is that of an HTTP server with SageMaker's API beside OpenAI's and TGI's routes (`tests.client_front`), and the
 model's name is `tiny`.

@@ -1,4 +1,4 @@
-"""What the markers mean: a test whose needs are not met is skipped, and says what is missing.
+"""The markers: a test whose needs are not met is skipped, and says what is missing.
 
 Hypothesis never judges speed here: how long an example takes says more about the machine. With
 `--hypothesis-profile=repeatable`, as CI runs it, the examples are the same each time.
@@ -63,7 +63,7 @@ def _missing_library(backend):
 
 
 def _missing(marker, config):
-    """Why tests with this marker cannot run here; None if they can."""
+    """The reason that tests with this marker cannot run here; None if they can."""
     match marker:
         case "nightly":
             return None if config.getoption("--nightly") else "--nightly was not given"

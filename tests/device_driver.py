@@ -106,7 +106,7 @@ class Driver:
         return self.live.pop(slot)
 
     def alone(self, prompt: Sequence[int], num_tokens: int, slot: int = 0) -> Text:
-        """What a prompt gives in an otherwise idle backend."""
+        """The text of a prompt in an otherwise idle backend."""
         self.join({slot: prompt})
         for _ in range(num_tokens - 1):
             self.decode()

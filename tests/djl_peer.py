@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
 
 class Answer:
-    """What the HTTP client sees; ``lost``: nothing any more, until its own time-out."""
+    """The answer as the HTTP client sees it; ``lost``: nothing more comes until the client's time-out."""
 
     def __init__(self, body, headers):
         self.body, self.request_headers = body, headers
@@ -306,7 +306,7 @@ class Peer:
         self._process.send_signal(number)
 
     def time_out(self):
-        """What happens once a call has taken `timeout_s`, now."""
+        """End the call now as if it had taken `timeout_s`."""
         self._channel.time_out()
 
     @property
@@ -320,7 +320,7 @@ class Peer:
             time.sleep(0.01)
 
     def usage(self):
-        """What `djl_entry` has in use: waits for rest, and tells what did not come to it."""
+        """Resources that `djl_entry` still holds once it is at rest, or when the time for that is over."""
         deadline_s = time.monotonic() + PATIENCE_S
         found = None
         while found != REST and time.monotonic() < deadline_s:

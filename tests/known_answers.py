@@ -51,7 +51,7 @@ def rounded(value: Any) -> Any:
 
 
 def differences(url: str) -> list[str]:
-    """What a server answers otherwise than the README; raises `OSError` for one that does not answer."""
+    """A server's answers that differ from the README; raises `OSError` for a server that does not answer."""
     different = []
     for path, body, wanted in shown():
         request = urllib.request.Request(

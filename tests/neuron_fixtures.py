@@ -27,7 +27,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def options(tmp_path):
-    """What the double is served with."""
+    """The double's options."""
     (tmp_path / "cache").mkdir()
     return {
         "model_loader": "tnx",

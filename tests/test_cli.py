@@ -214,7 +214,7 @@ def test_a_port_of_sagemaker_is_checked(monkeypatch):
 
 @pytest.fixture
 def log(caplog):
-    """What is logged from INFO on."""
+    """The log from INFO on."""
     with caplog.at_level("INFO", "djl_python_neuronx"):
         yield caplog
 

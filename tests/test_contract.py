@@ -1,4 +1,4 @@
-"""What every backend owes the engine, at the protocol itself, on each backend that loads here."""
+"""Duties of every backend to the engine, at the protocol itself, on each backend that loads here."""
 
 from __future__ import annotations
 

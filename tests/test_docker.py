@@ -201,7 +201,7 @@ class TestReplay:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_build_gives_every_version(tmp_path, name):
-    """What `docker build` is called with, djl's after that of the image that it starts from."""
+    """The command lines of `docker build`; djl's image is built after the one that it starts from."""
     shutil.copytree(DOCKER, tmp_path / "docker")
     for program, line in (("docker", 'echo "$*" >> "$LOG"'), ("git", "echo 0ec5")):
         path = tmp_path / "bin" / program

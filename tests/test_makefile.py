@@ -1,4 +1,4 @@
-"""What `make`, .ci/run and .ci/nightly run, with an interpreter that only records its arguments."""
+"""Commands of `make`, .ci/run and .ci/nightly, with an interpreter that only records its arguments."""
 
 import os
 import re

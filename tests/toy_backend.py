@@ -49,7 +49,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one `run` was asked."""
+    """The request of one `run`."""
 
     kind: PartKind
     slots: tuple[int, ...]

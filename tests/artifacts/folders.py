@@ -282,7 +282,7 @@ def _ranks(path: Path) -> None:
 
 
 def neff_cache(path: Path) -> Path:
-    """What NEURON_COMPILE_CACHE_URL fills."""
+    """A compile cache as NEURON_COMPILE_CACHE_URL names it."""
     module = path / f"neuronxcc-{COMPILER}" / "MODULE_0123456789abcdef0123+4567abcd"
     write_json(module / "compile_flags.json", [])
     (module / "model.neff").write_bytes(NEFF)
@@ -290,7 +290,7 @@ def neff_cache(path: Path) -> Path:
 
 
 def own_output(path: Path, layout: str = "lmi_aot", **config: object) -> Path:
-    """What this package's compilation writes, here over the layout of another program."""
+    """The output of this package's compilation, here over the layout of another program."""
     BUILDERS[layout](path, **config)
     files = {
         file.relative_to(path).as_posix(): file_entry(file)

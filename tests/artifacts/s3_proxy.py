@@ -25,7 +25,7 @@ Kind = Literal["reset", "error", "cut", "lie", "stall", "flip", "call", "trickle
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks."""
+    """The request of a client."""
 
     method: str
     path: str

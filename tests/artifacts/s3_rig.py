@@ -1,4 +1,4 @@
-"""What the tests of S3 have in common: a model to load, and ways to put, load and compare it."""
+"""Helpers of the S3 tests: a model to load, and ways to put, load and compare it."""
 
 from __future__ import annotations
 

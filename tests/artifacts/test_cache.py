@@ -254,7 +254,7 @@ def test_a_disk_that_takes_a_part_of_a_write(shelf, tmp_path, small_pieces, monk
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_only_what_has_no_checksum_is_judged_by_its_content(tmp_path, monkeypatch, checksum):
-    """What was uploaded like that may be a file that nobody reads; what is served is judged by `detect`."""
+    """A file uploaded like that may be unused; `detect` judges the files that are served."""
     shelf = Shelf(**{"config.json": b"{}", "lfs.safetensors": b"version https://git-lfs"})
     if not checksum:
         monkeypatch.setattr(shelf, "verify", lambda file, path: None)

@@ -1,4 +1,4 @@
-"""What `detect` sees in good and foreign folders; the damaged ones are in test_damaged.py."""
+"""The findings of `detect` in good and foreign folders; the damaged ones are in test_damaged.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from djl_python_neuronx.errors import ArtifactAccessError
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch, tmp_path):
-    """What the library knows by itself."""
+    """Settings of this process, as the library would read them at its import."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "process"))
     monkeypatch.setenv("HOME", str(tmp_path))

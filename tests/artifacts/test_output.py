@@ -1,4 +1,4 @@
-"""What a compilation ahead of time leaves is served as it is, and nothing of the user's is lost for it."""
+"""The output of a compilation ahead of time is served as it is, and costs no file of the user's."""
 
 import errno
 import json
@@ -455,7 +455,7 @@ def test_an_output_is_replaced_where_the_kernel_exchanges_no_names(
 
 
 def test_files_and_the_names_of_folders_reach_the_disk(tmp_path, monkeypatch):
-    """What is written and then renamed is there after a power failure only if it was synchronised before."""
+    """A file that is written and renamed survives a power failure only if it was synchronised before."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "c").touch()
     reached = []

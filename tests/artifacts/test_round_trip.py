@@ -47,7 +47,7 @@ def build(name, path, *, seed=0):
 
 
 def facts(folder):
-    """What `detect` finds in a folder, wherever that is."""
+    """The findings of `detect` in a folder, without its place."""
     found = detect(folder)
     return replace(
         found,

@@ -1,4 +1,4 @@
-"""What lies in S3 is not written over unless told, and a model never over itself."""
+"""Files in S3 are overwritten only with --overwrite, and a model never overwrites itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What S3 refuses, in our words."""
+"""The refusals of S3, in our words."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ processes.set_forkserver_preload(["tests.artifacts.store_worker"])
 
 
 def check_nothing_half_done(root):
-    """What looks finished is finished; the rest is out of the way."""
+    """A folder that looks finished is finished; the rest is out of the way."""
     for folder in finished(root):
         manifests.verify(folder, manifests.read(folder))
         assert files_of(folder) == expected_files()

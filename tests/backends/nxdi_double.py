@@ -169,7 +169,7 @@ class NeuronLlamaForCausalLM:
     the next layer on. `spoiled` has the first such layer of each column."""
     layers: ClassVar[int] = 3
     windowed: ClassVar[bool] = False
-    """Whether the cache is a ring of a column less than the window: position p is at p modulo its length."""
+    """True if the cache is a ring of a column less than the window: position p is at p modulo its length."""
 
     @classmethod
     def get_config_cls(cls):
@@ -437,7 +437,7 @@ class NeuronMistralForCausalLM(NeuronLlamaForCausalLM):
 
 
 def _inferred(positions):
-    """What the library makes of positions where it gets no mask."""
+    """The mask that the library derives from positions if it gets none."""
     if positions.shape[1] > 1:
         return (positions >= torch.arange(positions.shape[1])).int()
     return (torch.arange(int(positions.max())) < positions).int()

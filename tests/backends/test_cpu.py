@@ -92,7 +92,7 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def generate(model: Any, prompt: list[int], num_tokens: int) -> Text:
-    """What transformers generates greedily."""
+    """The greedy text of transformers."""
     found = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

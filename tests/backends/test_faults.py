@@ -1,4 +1,4 @@
-"""What the compiler, the runtime and the libraries say, and what is made of it."""
+"""Messages of the compiler, the runtime and the libraries, and our errors for them."""
 
 from __future__ import annotations
 

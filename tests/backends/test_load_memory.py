@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 MIB = 2**20
 NOISE, ROOM = 8 * MIB, 40 * MIB
-"""What may be missing from an amount, and what the interpreter may take besides: less than any amount counted twice."""
+"""Bytes that an amount may lack, and that the interpreter may add: less than any amount counted twice."""
 KNOWN = """
 import mmap, sys
 print("ready", flush=True)

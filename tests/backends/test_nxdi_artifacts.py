@@ -38,7 +38,7 @@ config = kind.get_neuron_config_cls()(**json.loads(keywords))
 loaded = load_pretrained_config(model)
 kind(model, kind.get_config_cls()(config, load_config=loaded)).compile(folder)
 """
-"""What vllm-neuron 0.2 and inference_demo of the library do."""
+"""The compilation as vllm-neuron 0.2 and the library's inference_demo do it."""
 OF_VLLM = {
     "tp_degree": 1,
     "batch_size": 4,

@@ -1,4 +1,4 @@
-"""What planning says of NxD Inference, compared with the library itself: names, degrees, weights and cache."""
+"""Planning for NxD Inference compared with the library itself: names, degrees, weights and cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library gets wrong, as `planning/capabilities.py` states it: refused unless accepted, and wrong that way."""
+"""The library's defects, as `planning/capabilities.py` states them: refused unless accepted, and wrong that way."""
 
 from __future__ import annotations
 

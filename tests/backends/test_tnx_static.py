@@ -113,7 +113,7 @@ def test_positions_beyond_128_are_right(tmp_path: Path, name: str, sizes: str) -
 
 
 def test_a_free_row_spoils_nothing(tmp_path: Path) -> None:
-    """What a slot was fed last is not what its row is fed once it is free: here, a token that is not a number."""
+    """The last token of a slot is not fed to its row once the slot is free: here, a token that makes NaN."""
     save_tiny_model("llama", tmp_path)
     wanted = reference(load_reference(tmp_path), [5, 6, 7], 20)
     poison(tmp_path / "model.safetensors", 96)

@@ -1,4 +1,4 @@
-"""What DJL Serving's Java side makes of a model folder: an oracle, written from its source.
+"""An oracle of how DJL Serving's Java side reads a model folder, written from its source.
 
 Source: djl-serving d21927c: dockerd-entrypoint-with-cuda-compat.sh, ConfigManager.java, ModelInfo.java
 (loadServingProperties, configPerModelSettings, initialize, getLoadOnDevices), SageMakerCompatibility.java,
@@ -20,7 +20,7 @@ class Started:
     """The process that Java starts."""
 
     properties: dict[str, str]
-    """What the handler gets."""
+    """The properties that the handler gets."""
     asynchronous: bool
     rolling: bool
     rows: int

@@ -27,7 +27,7 @@ class Row:
     """As written, as read."""
     bad: tuple[object, ...]
     tnx: object = OURS
-    """What the arguments for the library gain over those of `BASE`, by part; or one of `WORDS`."""
+    """The additions to the library's arguments over those of `BASE`, by part; or one of `WORDS`."""
     nxdi: object = OURS
     also: tuple[str, ...] = ()
     env: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ def ignored(settings, started, slots):
 
 
 def compiled(resolved, folder):
-    """What `compile` writes."""
+    """Write a folder as `compile` does."""
     prepared = SimpleNamespace(resolved=resolved, options=resolved.options, backend="tnx")
     slots = {"max_rolling_batch_size": outcome(resolved)[2]}  # a fact of the graphs
     for_djl = partition._for_djl(prepared)
@@ -188,7 +188,7 @@ def test_djls_partition_script_plans_the_same(tmp_path):
 
 
 def read_both(folder, settings):
-    """What Java starts, or None if it fails, and the settings outside with their errors."""
+    """The start by Java, or None if it fails, and the settings outside with their errors."""
     environ = write(folder, settings)
     try:
         started = java.start(folder, environ, cores=2)

@@ -1,4 +1,4 @@
-"""What a folder's own code is found to be: read from its files, which are never run."""
+"""Findings about a folder's own code: read from its files, which are never run."""
 
 from __future__ import annotations
 

@@ -1087,7 +1087,7 @@ class TestOverruled:
 
 
 class TestOddities:
-    """What is odd about the way something is written is said with the place."""
+    """Odd spellings are reported with their place."""
 
     def test_a_key_that_is_there_twice(self, folder):
         resolved = resolve(None, folder("option.n_positions=64", "option.n_positions=128"), {})

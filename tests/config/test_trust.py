@@ -123,7 +123,7 @@ def serving(text, environ=OPERATOR, *, source=sources.FILE_NAME, inherited=True)
 
 @pytest.fixture(autouse=True)
 def own_variables(monkeypatch):
-    """What is not passed on leaves this process too."""
+    """A copy of this process's variables, as one that is not passed on is removed here too."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 

@@ -1,4 +1,4 @@
-"""What SageMaker does with a container: its files, variables, network, processes and signals.
+"""A double of SageMaker around a container: its files, variables, network, processes and signals.
 
 Sources: SageMaker's developer guide, "Use Your Own Inference Code with Hosting Services" (command, files, signals,
 probe) and "Troubleshoot multi-container endpoints" (port); botocore's models (6 MiB, 60 s, startup).
@@ -68,7 +68,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1  # linux/sockios.h, linux/if.h
 
 
 def missing():
-    """Why there can be no container here; None if there can."""
+    """The reason that no container can run here; None if one can."""
     if os.geteuid() != 0:
         return "needs root, for namespaces and mounts"
     if lacking := [name for name in ("unshare", "setpriv") if shutil.which(name) is None]:

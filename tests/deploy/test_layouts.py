@@ -1,4 +1,4 @@
-"""What SageMaker puts beside a model, and how its notebooks call it: Neo, JumpStart and the old LMI container."""
+"""Files that SageMaker puts beside a model, and calls of its notebooks: Neo, JumpStart and the old LMI container."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""DJL's released Java engine in a process of its own: `Driver.java`, and the Python side of its protocol."""
+"""DJL's released Java engine in a separate process: `Driver.java`, and the Python side of its protocol."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoadError(Exception):
 
 
 def missing_programs():
-    """Why the released engine cannot run here; None if it can."""
+    """The reason that the released engine cannot run here; None if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     return (
         f"needs a JDK of version 17 and Maven; not found: {', '.join(missing)}" if missing else None
@@ -75,7 +75,7 @@ def compile_driver(classes):
 
 
 class Answer:
-    """What the client of one request gets."""
+    """The answer that the client of one request gets."""
 
     def __init__(self, request_id):
         self.request_id = request_id

@@ -189,7 +189,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizers):
 
 
 def cut(text, stops, include=False):
-    """What stays of a text: up to the stop string that ends first, of those the longest; a plain search.
+    """The kept part of a text: up to the stop string that ends first, of those the longest; a plain search.
 
     `include`: with the stop string.
     """

@@ -24,7 +24,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def refusal(path, overrides):
-    """What a start says."""
+    """The error of a start."""
     with pytest.raises(ServingError) as caught:
         prepare_or_raise(None, path, environ={}, overrides=overrides)
     return str(caught.value)

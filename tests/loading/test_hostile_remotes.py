@@ -35,7 +35,7 @@ WRITTEN = re.compile(
     r"|/models--evil--m/[0-9a-f]{64}\.lock)?)?"
     r"|home/(hf|\.cache|\.cache/huggingface)(/xet.*)?|home/hf/agent_harnesses\.json|home/got"
 )
-"""What downloads may write."""
+"""Paths that downloads may write."""
 
 
 def header(name, value, *, after=0):

@@ -1,4 +1,4 @@
-"""What others served with, here: files of the old container's CI on NxD Inference, and the tables of docs/nxdi.md."""
+"""Settings of other servers, read here: files of the old container's CI on NxD Inference, tables of docs/nxdi.md."""
 
 import itertools
 import json

@@ -38,7 +38,7 @@ SMALL = {"n_positions": "128", "max_rolling_batch_size": "2", "model_loader": "c
 
 
 class Inputs:
-    """What DJL's partition script hands over."""
+    """The inputs from DJL's partition script."""
 
     def __init__(self, **properties):
         self._properties = {"model_dir": str(TINY), "entryPoint": "djl_python_neuronx.handler"}
@@ -52,7 +52,7 @@ class Inputs:
 
 
 def answer(model, **overrides):
-    """What the model in a folder says, and the options of its service."""
+    """The answer of the model in a folder, and the options of its service."""
     service = Service.load(None, model, overrides=overrides)
     try:
         parsed, inbox = service.parse(BODY), BlockingQueue()

@@ -61,7 +61,7 @@ class Servers:
         ]
 
     def seen(self):
-        """What identified the sender, request by request: to the stranger's servers, and to the operator's."""
+        """Headers that identified the sender, request by request: to the stranger's servers, and to the operator's."""
         return self._headers(self._stranger), self._headers(self._own)
 
 

@@ -1,4 +1,4 @@
-"""What is written down of the libraries agrees with itself and with the options."""
+"""The tables about the libraries agree with each other and with the options."""
 
 import pytest
 

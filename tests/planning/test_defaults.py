@@ -441,7 +441,7 @@ class TestBuckets:
 
 
 class TestChunks:
-    """What follows from `enable_chunked_prefill`."""
+    """Defaults that follow from `enable_chunked_prefill`."""
 
     NAMES = ("cache_layout", "pa_block_size", "context_length_estimate")
 

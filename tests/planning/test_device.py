@@ -1,4 +1,4 @@
-"""What is seen of a machine, on folders that look like one."""
+"""Detection of a machine, on folders that look like one."""
 
 import json
 import os
@@ -271,7 +271,7 @@ def test_what_is_not_understood_is_said(environ, told):
 
 
 class TestAvailableMemory:
-    """What is left for loads, of the host and of the containers around this process."""
+    """Memory left for loads, of the host and of the containers around this process."""
 
     @pytest.fixture
     def host(self, tmp_path):

@@ -1,4 +1,4 @@
-"""What the libraries get: real names only, values in their spelling, nothing that nobody asked for."""
+"""The libraries' arguments: real names only, values in their spelling, nothing unrequested."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def given(**changes):
 
 
 def gained(options, loader):
-    """What the arguments have beyond the base's, by part; a keyword that went away is None."""
+    """The additions of the arguments to the base's, by part; a keyword that went away is None."""
     found = {}
     for part in PARTS:
         new = getattr(library_arguments(options, loader), part)
@@ -187,7 +187,7 @@ SAMPLED = ("on_device_generation", "on_device_sampling_config")
 
 
 def outcome(keyword):
-    """What becomes of a keyword with a value that is not the library's: an option, refused or handed through."""
+    """The fate of a keyword with a value that is not the library's: an option, refused or handed through."""
     _, _, inner = keyword.partition(".")
     if inner in OnDeviceGeneration.model_fields or inner == "global_topk":
         return "option"
@@ -603,7 +603,7 @@ class TestOverrides:
         ],
     )
     def test_plan_memory_and_defects_are_those_of_the_option(self, keywords, line):
-        """What is known to be wrong is refused, whichever way it is set; memory is counted all the same."""
+        """A known defect is refused, whichever way it is set; memory is counted all the same."""
         found = []
         for text in ("model_type", f"override_neuron_config={json.dumps(keywords)}", line):
             problems = Problems()

@@ -221,7 +221,7 @@ MEASURED = (
 
 
 class TestStep:
-    """What a decode step reads on each core, padding included: the measure of the default degree."""
+    """Bytes that a decode step reads on each core, padding included: the measure of the default degree."""
 
     @staticmethod
     def least_ms(name, weights, slots, tokens, degree):

@@ -1,4 +1,4 @@
-"""What a configuration tells of its model."""
+"""Facts of a model from its configuration."""
 
 import json
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What options, model and machine do not allow together: for each, what brings it up and the nearest that does not."""
+"""Rules on options, model and machine: for each, a situation that breaks it and the nearest that does not."""
 
 import json
 import math

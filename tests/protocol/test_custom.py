@@ -651,7 +651,7 @@ def without_djl(monkeypatch):
 
 @pytest.mark.usefixtures("without_djl")
 class TestLoad:
-    """What the embedded server imports."""
+    """Import of `model.py` by the embedded server."""
 
     def test_the_decorators_need_no_djl_serving(self, tmp_path):
         (tmp_path / "model.py").write_text(NEIGHBOUR)

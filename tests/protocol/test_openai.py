@@ -103,7 +103,7 @@ def deltas(
 
 
 def answer(parsed: ParsedRequest, *parts: Sequence[Delta]) -> bytes:
-    """What the formatter makes of the deltas of each sequence."""
+    """The formatter's answer to the deltas of each sequence."""
     return b"".join(parsed.formatter.feed(delta) for part in parts for delta in part)
 
 

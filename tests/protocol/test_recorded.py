@@ -412,7 +412,7 @@ ODD: tuple[Any, ...] = (
     *([], {}, [None], [[]], [5, 6], ["a", 5], [[5], "a"], {"a": None}, {"type": "text"}),
     *(float("nan"), float("inf"), [[[[[[[]]]]]]], ["a"] * 200, [7] * 500),
 )
-"""What fields of a mutated body become."""
+"""Values for the fields of a mutated body."""
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -520,7 +520,7 @@ def test_mutated_bodies_are_answered_or_refused_in_the_routes_shape(
 
 
 def shown(content: bytes, schema: str) -> bool:
-    """Whether a body has this shape."""
+    """Return whether a body has this shape."""
     try:
         SCHEMAS[schema](content)
     except (ValueError, AssertionError):

@@ -40,7 +40,7 @@ def plain(**body: Any) -> ParsedRequest:
 
 
 def finish(parsed: ParsedRequest) -> list[bytes]:
-    """What is sent for the tokens "one" and eos of each sequence."""
+    """The events for the tokens "one" and eos of each sequence."""
     return [
         parsed.formatter.feed(delta)
         for request in parsed.requests

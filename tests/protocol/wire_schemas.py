@@ -35,7 +35,7 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 @dataclass
 class Answer:
-    """What an answer says, whatever its protocol: an entry per choice."""
+    """The content of an answer in any protocol: an entry per choice."""
 
     texts: list[str] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
@@ -823,4 +823,4 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "openai_error": partial(_refusal, kind=OpenAIRefusal),
     "any": lambda content: Answer(record=content),
 }
-"""What each kind of answer is checked with; `recorded/*.json` names them."""
+"""The check for each kind of answer; `recorded/*.json` names them."""

@@ -352,7 +352,7 @@ def tls(files: dict[str, str]) -> ssl.SSLContext:
 
 @pytest.fixture(scope="module")
 def trusting(files: dict[str, str]) -> ssl.SSLContext:
-    """What a client needs."""
+    """A client's TLS context that trusts the authority."""
     return ssl.create_default_context(cafile=files["authority"])
 
 

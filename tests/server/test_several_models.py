@@ -47,7 +47,7 @@ PROMPTS = (
 )
 """The three models go on in different ways, without special tokens or parts of characters."""
 LOST = ("error 503 backend_unavailable", "error event 503 backend_unavailable")
-"""What requests get that had tokens when their engine ended."""
+"""Outcomes of requests that had tokens when their engine ended."""
 COPIES = {"tiny": 1, "twin": 2}
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 EOS = (1, 6)
@@ -78,7 +78,7 @@ def right_texts(folder):
 
 
 class Answered(NamedTuple):
-    """What became of a request."""
+    """The outcome of a request."""
 
     model: str
     outcome: str

@@ -93,7 +93,7 @@ FAILS = (
     r"chat template fails on these messages \(\w+\)\. Correct it in chat_template\.jinja or tok",
 )
 ANY = (400, f"{OVER[1]}|tokenizer takes more than 3 s|{LONG[1]}|{FAILS[1]}")
-"""What ends it, and when, depends on the machine."""
+"""Errors that may end it, depending on the machine."""
 BAD = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x": OVER,
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endfor %}": OVER,
