@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.legacy import NOT_SERVED
 from djl_python_neuronx.config.options import NAMES, SECTIONS, option, parse_value
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.config.values import make_buckets, truth
@@ -83,6 +84,7 @@ _APART = frozenset({"on_device_sampling_config", "top_k_kernel_enabled", "sampli
 
 _SHAPE = "it changes what a call takes or returns, which the server relies on"
 _HOSTS = "only models on one machine are served"
+_LATER = "not served in this version"
 RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("output_all_logits", "log_softmax_scores"), (False, _SHAPE)),
     **dict.fromkeys(("return_expert_index", "return_router_logits"), (False, _SHAPE)),
@@ -105,6 +107,8 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     ),
     "sparse_attn": (None, "it is an object, which no file can hold"),
     "lora_config": (None, "adapters are not served"),
+    "is_eagle_target": (False, _LATER),
+    **{name: (harmless, _LATER) for name, harmless in NOT_SERVED.items()},
 }
 """Keyword to the one value that changes nothing, and why any other is refused."""
 _NO_EFFECT: Mapping[str, object] = {

@@ -1,7 +1,7 @@
-"""Accepted names that are not options: those of the old engine and DJL Serving's own.
+"""Names that are not options: those of the old engine, DJL Serving's own, and those of features to come.
 
-Four tables: names without effect, unsupported names, names that stand for a value of an option, and keys that DJL
-Serving reads without the prefix.
+Five tables: names without effect, keywords of NxD Inference that are not served yet, unsupported names, names that
+stand for a value of an option, and keys that DJL Serving reads without the prefix.
 """
 
 from __future__ import annotations
@@ -66,12 +66,31 @@ IGNORED: Final[Mapping[str, str]] = {
 }
 """Name without effect, to the reason."""
 
+NOT_SERVED: Final[Mapping[str, object]] = {
+    **dict.fromkeys(("enable_eagle_speculation", "eagle_rolling_buffer_kernel_enabled"), False),
+    **dict.fromkeys(("enable_eagle_draft_input_norm", "is_eagle3"), False),
+    **dict.fromkeys(("is_prefix_caching", "is_medusa"), False),
+    **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), 0),
+    **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), False),
+    **dict.fromkeys(("prefix_buckets", "token_tree_config", "medusa_tree"), None),
+    **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), None),
+    **dict.fromkeys(("modules_to_not_convert", "draft_model_modules_to_not_convert"), None),
+    **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), None),
+    **dict.fromkeys(("quantization_scale_dtype", "quantization_type"), None),
+    "quantized_checkpoints_path": None,
+}
+"""Keywords of NxD Inference that a later version has as options, to the value that asks for nothing.
+
+Each has an effect with prefix caching, EAGLE, Medusa or the library's own quantisation only.
+"""
+
 _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()
 
 UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     **dict.fromkeys(("enable_lora", "use_stable_diffusion", "enable_stateful_sessions"), _OFF),
     "adapters": _ANY,
+    **dict.fromkeys((*NOT_SERVED, "enable_prefix_caching"), _OFF),
 }
 """Unsupported names."""
 

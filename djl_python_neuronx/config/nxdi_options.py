@@ -13,20 +13,14 @@ from pydantic import Field
 
 from djl_python_neuronx.config.values import (
     SAME,
-    Axes,
     Buckets,
     Count,
     Dtype,
     Hyphenated,
-    LocalPath,
-    Lower,
-    MedusaTree,
-    Number,
     Object,
     Option,
     OptionGroup,
     Positive,
-    Sizes,
     Unquoted,
     Upper,
     Word,
@@ -45,9 +39,6 @@ _Tuning = Annotated[bool | None, _TUNING]
 _TuningCount = Annotated[Count | None, _TUNING]
 _TuningObject = Annotated[Object | None, _nxdi(file=True)]
 _Feature = Annotated[bool | None, _FEATURE]
-_FeatureCount = Annotated[Count | None, _FEATURE]
-_FeatureObject = Annotated[Object | None, _nxdi(tunes=False, file=True)]
-_FeatureWords = Annotated[Words | None, _FEATURE]
 
 
 class NxdiOptions(OptionGroup):
@@ -95,43 +86,6 @@ class NxdiOptions(OptionGroup):
     """`config` casts every weight to `dtype`; `as-declared` keeps the types that the model's code declares."""
     attention_dtype: Annotated[Dtype | None, _FEATURE] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
-    quantized_checkpoints_path: Annotated[
-        LocalPath | None, _nxdi("a file or folder", graph=(), output="local", operator=True)
-    ] = None
-    """Where the weights quantised by `quantize` are, or are written before compiling. Default: beside the compiled
-    model."""
-    quantization_type: Annotated[
-        Literal[
-            "per_tensor_symmetric",
-            "per_channel_symmetric",
-            "expert_wise_per_channel_symmetric",
-            "blockwise_symmetric",
-        ]
-        | None,
-        Lower,
-        _FEATURE,
-    ] = None
-    """Scope of one scale of `quantize`. Default: `per_channel_symmetric`, as in TNX; the library's own default is
-    `per_tensor_symmetric`."""
-    quantization_block_size: Annotated[Sizes | None, _FEATURE] = None
-    """Sizes of the blocks of blockwise quantisation, one for each axis of `quantization_block_axis`."""
-    quantization_block_axis: Annotated[Axes | None, _FEATURE] = None
-    """Axes of a weight that blockwise quantisation divides into blocks."""
-    quantization_scale_dtype: Annotated[Word | None, _nxdi("a type such as f32", tunes=False)] = (
-        None
-    )
-    """Type of the scales of blockwise quantisation. Library default: `f32`."""
-    modules_to_not_convert: _FeatureWords = None
-    """Modules that `quantize` does not quantise. Needed with the QKV kernels."""
-    draft_model_modules_to_not_convert: _FeatureWords = None
-    """The same for the draft model."""
-    activation_quantization_type: Annotated[
-        Literal["dynamic", "static"] | None, Lower, _FEATURE
-    ] = None
-    """Quantise activations too, with scales computed at run time (`dynamic`) or stored (`static`). Excludes the MLP
-    kernels. `fuse_qkv` is ignored with `dynamic` and excluded with `static`."""
-    quantize_clamp_bound: Annotated[Number | None, _FEATURE] = None
-    """Bound that values are clamped to before they are quantised. Library default: none."""
     is_mxfp4_compute: _Feature = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 
@@ -148,8 +102,6 @@ class NxdiOptions(OptionGroup):
         _nxdi('ascending counts such as "256,512,1024", each a whole number of at least 1'),
     ] = None
     """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
-    prefix_buckets: Annotated[Buckets | None, _TUNING] = None
-    """Lengths of cached prefixes to compile prefill graphs for; with `enable_prefix_caching`."""
     windowed_context_encoding_size: _TuningCount = None
     """Prompt tokens that are prefilled at a time. For a sliding window model it must equal the window."""
     enable_cte_modular_flow: _Tuning = None
@@ -160,23 +112,6 @@ class NxdiOptions(OptionGroup):
     """Do not split the KV cache into tiles of 128 tokens, as the library does for fused speculation."""
     k_cache_transposed: _Tuning = None
     """Store the keys transposed. Excludes `shard_over_sequence` and block KV."""
-
-    is_eagle3: _Feature = None
-    """The draft model is an EAGLE 3 one; with `enable_eagle_speculation`."""
-    enable_eagle_draft_input_norm: _Feature = None
-    """The EAGLE draft model normalises its input."""
-    eagle_rolling_buffer_kernel_enabled: _Tuning = None
-    """Kernel for EAGLE's buffer of hidden states."""
-    token_tree_config: _FeatureObject = None
-    """Tree of the drafts that EAGLE verifies in one step."""
-    is_medusa: _Feature = None
-    """Speculate with Medusa heads, which the checkpoint must hold (`medusa_heads.pt`)."""
-    medusa_speculation_length: _FeatureCount = None
-    """Tokens that one step with Medusa verifies."""
-    num_medusa_heads: _FeatureCount = None
-    """Medusa heads of the checkpoint."""
-    medusa_tree: Annotated[MedusaTree | None, _nxdi(tunes=False, file=True)] = None
-    """Paths of the tree of Medusa's drafts."""
 
     attn_kernel_enabled: _Tuning = None
     """Kernel for attention over prompts. Default: the library decides by length."""
@@ -192,10 +127,6 @@ class NxdiOptions(OptionGroup):
     """Residual addition inside the QKV kernel."""
     mlp_kernel_fuse_residual_add: _Tuning = None
     """Residual addition inside the MLP kernel."""
-    quantized_mlp_kernel_enabled: _Feature = None
-    """MLP kernel that computes in fp8. The library then accepts fp8 weights with one scale per channel."""
-    rmsnorm_quantize_kernel_enabled: _Feature = None
-    """Kernel that normalises and quantises in one pass. Needs `quantized_mlp_kernel_enabled`."""
     fused_rmsnorm_skip_gamma: _Tuning = None
     """Multiply the norm's weights into the matrices once, at load, instead of in each step."""
     out_proj_kernel_enabled: _Tuning = None
@@ -241,7 +172,7 @@ class NxdiOptions(OptionGroup):
     """Mask padding for the experts."""
     blockwise_matmul_config: _TuningObject = None
     """Arguments of the experts' blockwise matrix product, such as `block_size`."""
-    router_config: _FeatureObject = None
+    router_config: Annotated[Object | None, _nxdi(tunes=False, file=True)] = None
     """Arguments of the router: `act_fn` and `dtype`."""
 
     save_sharded_checkpoint: Annotated[bool | None, _nxdi(graph=())] = None

@@ -514,8 +514,8 @@ class GraphOptions(OptionGroup):
             computed=True,
         ),
     ] = None
-    """Store the KV cache in blocks instead of one row per slot (paged attention). NxDI uses it for prefix caching only,
-    transformers-neuronx is served with it for `enable_chunked_prefill` only; both imply it."""
+    """Store the KV cache in blocks instead of one row per slot (paged attention). transformers-neuronx is served
+    with it for `enable_chunked_prefill` only, which implies it."""
     pa_block_size: Annotated[
         Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": SAME})
     ] = None
@@ -527,12 +527,6 @@ class GraphOptions(OptionGroup):
     ] = None
     """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
     need at their full length, and fewer are an error."""
-    enable_prefix_caching: Annotated[
-        bool,
-        Option(aliases=("is_prefix_caching",), to={"nxdi": "is_prefix_caching"}, computed=True),
-    ] = False
-    """Keep the KV blocks of finished prompts and reuse them for prompts with the same beginning. Implies
-    `is_block_kv_layout`."""
     enable_chunked_prefill: Annotated[
         bool,
         Option(
@@ -643,10 +637,6 @@ class SpeculationOptions(OptionGroup):
         ),
     ] = None
     """NeuronCores that share the draft model. Default: `tensor_parallel_degree`."""
-    enable_eagle_speculation: Annotated[
-        bool | None, Option(to={"tnx": "is_eagle_target", "nxdi": SAME}, cpu=True)
-    ] = None
-    """The draft model is an EAGLE model, which drafts from the large model's hidden states. NxDI only."""
 
 
 class ArtifactOptions(OptionGroup):
@@ -818,8 +808,7 @@ class ServingOptions(
     @property
     def in_blocks(self) -> bool:
         """True if the KV cache is kept in blocks."""
-        implied = self.enable_prefix_caching or self.enable_chunked_prefill
-        return bool(self.is_block_kv_layout) or implied
+        return bool(self.is_block_kv_layout) or self.enable_chunked_prefill
 
     @property
     def continuous_batching(self) -> bool:

@@ -434,7 +434,6 @@ _Split, _Object = BeforeValidator(_split), BeforeValidator(_object)
 _Filled = Field(min_length=1)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a number above 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
-Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a number")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
 Plain = Annotated[str, _Filled, AfterValidator(partial(_without, hints.TEXT))]
 LocalPath = Annotated[Plain, AfterValidator(_local_path), Allowed("a file or folder")]
@@ -492,17 +491,9 @@ Order = Annotated[
     _Split,
     Allowed('an order of the four axes such as "1,2,0,3"'),
 ]
-Sizes = Annotated[tuple[Count, ...], _Filled, _Split, Allowed('sizes such as "128,128"')]
-Axes = Annotated[tuple[Amount, ...], _Filled, _Split, Allowed('axes such as "0,1"')]
 Object = Annotated[
     dict[str, Any], _Object, Allowed('a JSON object such as {"name": 1}, or a file that holds one')
 ]
 Unquoted = Annotated[Object, AfterValidator(_without_quote)]
-MedusaTree = Annotated[
-    tuple[tuple[Amount, ...], ...],
-    _Filled,
-    _Object,
-    Allowed("a JSON list of lists of numbers, or a file that holds one"),
-]
 EightBits = Annotated[Literal["int8", "fp8"], _convert_text(_eight_bits)]
 Weights = Annotated[Literal["static_int8", "static_fp8"] | None, BeforeValidator(_weights)]

@@ -58,7 +58,6 @@ def _unused_sampling(sampled: OnDeviceGeneration) -> bool:
     return changed and not sampled.do_sample and not sampled.dynamic
 
 
-_BLOCK_OPTIONS = ("enable_prefix_caching", "enable_chunked_prefill")
 _REQUESTS = (
     when(model_id=None, model_dir=None).refuse(
         "no model to serve; give a model folder or set option.model_id"
@@ -117,7 +116,7 @@ _SPECULATION = (
     ),
     # 5 is the default, and 0 switches speculation off.
     when(
-        lambda options: not options.is_medusa and options.speculative_length not in {0, 5},
+        lambda options: options.speculative_length not in {0, 5},
         speculative_length=ANY,
         speculative_draft_model=UNSET,
         ngram_prompt_lookup_max=UNSET,
@@ -129,15 +128,7 @@ _SPECULATION = (
         when(**{name: SET}, speculative_draft_model=UNSET).warn(
             "no effect without a draft model; set speculative_draft_model, or leave this out"
         )
-        for name in (
-            "draft_model_tp_size",
-            "draft_model_compiled_path",
-            "draft_model_modules_to_not_convert",
-        )
-    ),
-    when(enable_eagle_speculation=SET).refuse(
-        "EAGLE models, which need the hidden states of the target model, are not served in this version; leave it out, "
-        "and give an independent draft model"
+        for name in ("draft_model_tp_size", "draft_model_compiled_path")
     ),
     when(ngram_prompt_lookup_max=SET, speculative_length=0).refuse(
         "speculative_length=0 switches speculation off; set at least 1, or leave the lookup out"
@@ -153,11 +144,8 @@ _SPECULATION = (
     ),
 )
 _CACHE = (
-    *(
-        when(**{name: True}, is_block_kv_layout=False).refuse(
-            "it needs the KV cache in blocks; leave is_block_kv_layout out or set it to true"
-        )
-        for name in _BLOCK_OPTIONS
+    when(enable_chunked_prefill=True, is_block_kv_layout=False).refuse(
+        "it needs the KV cache in blocks; leave is_block_kv_layout out or set it to true"
     ),
     *(
         when(lambda options: not options.in_blocks, **{name: SET}, is_block_kv_layout=ANY).warn(
@@ -169,7 +157,7 @@ _CACHE = (
         when(**{name: True}, rolling_batch_strategy="naive_rolling_batch").refuse(
             "it needs continuous batching; leave rolling_batch_strategy out or set it to continuous_batching"
         )
-        for name in (*_BLOCK_OPTIONS, "is_block_kv_layout")
+        for name in ("enable_chunked_prefill", "is_block_kv_layout")
     ),
     when(padding_side="left", rolling_batch_strategy="continuous_batching").refuse(
         "continuous batching pads on the right; leave padding_side out"
@@ -212,17 +200,6 @@ _FILES = (
     when(quantize=SET, dtype="float32").warn(
         "8-bit weights are then computed in float32, and all other tensors take four bytes a number; set dtype=bf16 "
         "to save time and memory"
-    ),
-    *(
-        when(**{name: SET}, quantize=UNSET).warn("no effect: no weight is quantised; leave it out")
-        for name in (
-            "modules_to_not_convert",
-            "quantization_block_axis",
-            "quantization_block_size",
-            "quantization_scale_dtype",
-            "quantization_type",
-            "quantized_checkpoints_path",
-        )
     ),
 )
 RULES: tuple[Rule, ...] = (*_REQUESTS, *_SPECULATION, *_CACHE, *_SAMPLING, *_FILES)

@@ -423,11 +423,6 @@ GRAPHS = {
     ),
     "pa_block_size": count(BACKEND, "pa_block_size"),
     "pa_num_blocks": count(BACKEND, "pa_num_blocks"),
-    "enable_prefix_caching": flag(
-        REFUSED,
-        config(is_prefix_caching=True, is_block_kv_layout=True),
-        also=("is_prefix_caching",),
-    ),
     "enable_chunked_prefill": flag(
         _shared(optimized_paged_attention=True, max_model_len=2048, enable_chunked_prefill=True),
         REFUSED,
@@ -499,7 +494,6 @@ SPECULATION = {
     ),
     "ngram_prompt_lookup_max": count(BACKEND, REFUSED),
     "draft_model_tp_size": count(BACKEND, BACKEND),
-    "enable_eagle_speculation": optional_flag("is_eagle_target", "enable_eagle_speculation"),
 }
 
 _LOCAL = (("/opt/graphs", "/opt/graphs"), ("a:b", "a:b"), ("file:///opt/graphs", "/opt/graphs"))
@@ -563,16 +557,13 @@ NXDI_ONLY = {
             *("scratchpad_page_size", "lm_head_pad_alignment_size"),
         )
     },
-    **{
-        name: count(REFUSED, name)
-        for name in ("ep_degree", "medusa_speculation_length", "num_medusa_heads")
-    },
+    "ep_degree": count(REFUSED, "ep_degree"),
     **{
         name: optional_flag(LEFT_OUT, name)
         for name in (
             *("vocab_parallel", "enable_cte_modular_flow", "layer_boundary_markers"),
             *("disable_kv_cache_tiling", "k_cache_transposed", "attn_kernel_enabled"),
-            *("eagle_rolling_buffer_kernel_enabled", "strided_context_parallel_kernel_enabled"),
+            "strided_context_parallel_kernel_enabled",
             *("qkv_nki_kernel_enabled", "qkv_cte_nki_kernel_fuse_rope", "qkv_kernel_nbsd_layout"),
             *("qkv_kernel_fuse_residual_add", "mlp_kernel_fuse_residual_add"),
             *("fused_rmsnorm_skip_gamma", "out_proj_kernel_enabled"),
@@ -592,8 +583,7 @@ NXDI_ONLY = {
     **{
         name: optional_flag(REFUSED, name)
         for name in (
-            *("is_mxfp4_compute", "output_logits", "is_eagle3", "enable_eagle_draft_input_norm"),
-            *("is_medusa", "quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"),
+            *("is_mxfp4_compute", "output_logits"),
             *("early_expert_affinity_modulation", "disable_normalize_top_k_affinities"),
             "moe_mask_padded_tokens",
         )
@@ -603,13 +593,6 @@ NXDI_ONLY = {
     "blockwise_matmul_config": mapping("blockwise_matmul_config"),
     "dma_order_config": mapping("dma_order_config"),
     "router_config": mapping("router_config", REFUSED),
-    "token_tree_config": mapping("token_tree_config", REFUSED),
-    "medusa_tree": Row(
-        (("[[0], [0, 1]]", ((0,), (0, 1))), ("((0,), (1,))", ((0,), (1,))), ([[2]], ((2,),))),
-        ("[]", "[0]", "0", '{"a": 1}', "[[-1]]", "[['a']]", ""),
-        REFUSED,
-        config(medusa_tree=[[0], [0, 1]]),
-    ),
     "ep_dispatch_cc_option": choice(
         "AR_AG", "RS_AG", "AG_AR", tnx=LEFT_OUT, nxdi="ep_dispatch_cc_option"
     ),
@@ -629,66 +612,15 @@ NXDI_ONLY = {
     "attention_dtype": Row(
         DTYPES, (*DTYPE_BAD, "auto"), REFUSED, config(attention_dtype="float16")
     ),
-    "quantized_checkpoints_path": Row(
-        _LOCAL,
-        ("", "s3://bucket/key", *_NO_PLACES, *TEXT_BAD),
-        LEFT_OUT,
-        config(quantized_checkpoints_path="/opt/graphs"),
-    ),
-    "quantization_type": choice(
-        "per_tensor_symmetric",
-        "per_channel_symmetric",
-        "expert_wise_per_channel_symmetric",
-        "blockwise_symmetric",
-        tnx=REFUSED,
-        nxdi="quantization_type",
-    ),
-    "quantization_block_size": Row(
-        (("256,128", (256, 128)), ("[128, 128]", (128, 128))),
-        ("0,1", "", "a"),
-        REFUSED,
-        config(quantization_block_size=[256, 128]),
-    ),
-    "quantization_block_axis": Row(
-        (("1,0", (1, 0)), ("[0]", (0,))),
-        ("-1", "", "a"),
-        REFUSED,
-        config(quantization_block_axis=[1, 0]),
-    ),
-    "quantization_scale_dtype": Row(
-        (("f32", "f32"), ("F32", "f32")), ("", 32), REFUSED, config(quantization_scale_dtype="f32")
-    ),
-    "modules_to_not_convert": Row(
-        WORD_LIST,
-        WORD_LIST_BAD,
-        REFUSED,
-        config(modules_to_not_convert=["lm_head", "embed_tokens"]),
-    ),
-    "draft_model_modules_to_not_convert": Row(
-        WORD_LIST,
-        WORD_LIST_BAD,
-        REFUSED,
-        config(draft_model_modules_to_not_convert=["lm_head", "embed_tokens"]),
-    ),
     "weights_to_skip_layout_optimization": Row(
         (('[".*lora.*"]', (".*lora.*",)), (".*a.*,b", (".*a.*", "b"))),
         WORD_LIST_BAD,
         LEFT_OUT,
         config(weights_to_skip_layout_optimization=[".*lora.*"]),
     ),
-    "activation_quantization_type": choice(
-        "dynamic", "static", tnx=REFUSED, nxdi="activation_quantization_type"
-    ),
-    "quantize_clamp_bound": Row(
-        (("1200", 1200.0), ("0.5", 0.5)),
-        ("inf", "nan", "high"),
-        REFUSED,
-        config(quantize_clamp_bound=1200.0),
-    ),
     "token_generation_batches": lengths(
         LEFT_OUT, config(token_generation_batches=[256, 512, 1024])
     ),
-    "prefix_buckets": lengths(LEFT_OUT, config(prefix_buckets=[256, 512, 1024])),
     "capacity_factor": Row(
         (("1.5", 1.5), ("2", 2.0)), ("0", "-1", "inf", "nan"), REFUSED, config(capacity_factor=1.5)
     ),

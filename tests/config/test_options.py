@@ -120,7 +120,6 @@ def test_a_section_is_a_class():
     ("name", "text"),
     [
         *(("on_device_generation", "generation.json"), ("override_neuron_config", "x.json")),
-        *(("medusa_tree", "tree.json"), ("token_tree_config", "tree.json")),
         *(("hybrid_sharding_config", "x.json"), ("blockwise_matmul_config", "x.json")),
         *(("router_config", "x.json"), ("dma_order_config", "x.json")),
     ],
@@ -133,7 +132,7 @@ def test_what_may_be_a_file_says_so_and_is_no_value_by_itself(name, text):
 
 
 def test_nothing_else_may_be_a_file():
-    assert sum(option(name).file for name in TABLE) == 8
+    assert sum(option(name).file for name in TABLE) == 6
 
 
 class TestDerived:

@@ -338,7 +338,6 @@ class TestStrictness:
                 "admin_port",
                 "admin_host",
                 "cloudwatch_namespace",
-                "quantized_checkpoints_path",
             ),
         }
         for name, (text, value) in values.items():
@@ -454,7 +453,11 @@ class TestStrictness:
         assert max(len(name), len(doubt)) < 1000
 
     def test_a_long_list_is_refused_without_looking_at_its_parts(self, folder):
-        for name in ("n_positions", "context_length_estimate", "modules_to_not_convert"):
+        for name in (
+            "n_positions",
+            "context_length_estimate",
+            "weights_to_skip_layout_optimization",
+        ):
             with pytest.raises(ValidationError) as caught:
                 ServingOptions.model_validate({name: "x," * 500_000})
             assert caught.value.error_count() < 5

@@ -371,7 +371,7 @@ def test_a_hub_id_is_a_target(environ, laptop):
 def test_the_rules_of_a_named_library_need_no_model(environ, laptop, backend):
     options = {
         "tnx": {"qkv_tiling": "true", "cache_layout": "BSH"},
-        "nxdi": {"is_eagle3": "true", "token_generation_batches": "1"},
+        "nxdi": {"output_logits": "true", "token_generation_batches": "1"},
     }[backend]
     report = run("nobody/nothing", environ, model_loader=backend, **options)
     missing, refused = report.findings.messages("error")

@@ -37,12 +37,11 @@ def test_ways(loaders, other, expected):
         ("output_logits", "llama", "tnx", "remove it, or set model_loader=nxdi"),
         # what this version does not serve with the other library either
         ("quantize", "mixtral", "tnx", MORE_CORES),
-        ("enable_prefix_caching", "llama", "tnx", "remove it"),
         # the other library has the option, and not the model, or not for this model
         ("bf16_rms_norm", "qwen2", "nxdi", "remove it"),
         ("bf16_rms_norm", "gpt2", "nxdi", "remove it"),
-        ("enable_prefix_caching", "gpt2", "tnx", "remove it"),
-        ("enable_prefix_caching", None, "tnx", "remove it"),
+        ("output_logits", "gpt2", "tnx", "remove it"),
+        ("output_logits", None, "tnx", "remove it"),
     ],
 )
 def test_without_an_option(name, model_type, loader, expected):

@@ -75,7 +75,7 @@ REASONS = [
     ("qwen3", BOTH, {}, "nxdi", f"tnx {UNKNOWN} 'qwen3'"),
     ("gpt2", BOTH, {}, "tnx", f"nxdi {UNKNOWN} 'gpt2'"),
     # the only one that supports it, whatever it refuses
-    ("gpt2", BOTH, {"is_medusa": True}, "tnx", f"nxdi {UNKNOWN} 'gpt2'"),
+    ("gpt2", BOTH, {"output_logits": True}, "tnx", f"nxdi {UNKNOWN} 'gpt2'"),
     ("llama", {"tnx": "installed"}, {}, "tnx", "neuronx-distributed-inference is not installed"),
     ("llama", {"nxdi": "installed"}, {}, "nxdi", "transformers-neuronx is not installed"),
     (

@@ -244,7 +244,6 @@ DEFAULTS = {
     "speculative_length": ["1", "2", "3", "4"],
     "rolling_batch_strategy": ["continuous_batching", "naive_rolling_batch"],
     "cast_type": ["as-declared"],
-    "prefix_buckets": ["512"],
     "max_join_wait_ms": ["0"],
     "predict_timeout": ["1000"],
 }

@@ -73,7 +73,7 @@ SAMPLES = {
 """Values that are neither refused nor the library's own, where "7" is one of these."""
 COMPUTED = {
     *("multi_node", "draft_model_tp_size", "load_split_model", "speculative_draft_model"),
-    *("override_neuron_config", "on_device_generation", "quantized_checkpoints_path"),
+    *("override_neuron_config", "on_device_generation"),
 }
 """Options that turn on what has an option of its own, have less in the library, or are the operator's alone."""
 DRAFT = ("option.speculative_draft_model=org/draft",)
@@ -409,13 +409,11 @@ class TestNxdi:
         assert config["seq_len"] == config["max_length"] == 2048
 
     def test_fp8(self):
-        options = given(
-            quantize="fp8", kv_cache_quantize="fp8", quantization_type="per_tensor_symmetric"
-        )
+        options = given(quantize="fp8", kv_cache_quantize="fp8")
         arguments = library_arguments(options, "nxdi")
         config = arguments.neuron_config
         assert config["quantization_dtype"] == "f8e4m3"
-        assert config["quantization_type"] == "per_tensor_symmetric"
+        assert config["quantization_type"] == "per_channel_symmetric"
         assert config["kv_quant_config"] == {"direct_cast": True}
         assert arguments.environment == {
             "XLA_HANDLE_SPECIAL_SCALAR": "1",

@@ -47,6 +47,7 @@ def recorded(**keywords):
         {"attn_block_tkg_nki_kernel_use_online_softmax": False, "cp_degree": 2, "ep_degree": 2}
         | {"world_size": 4, "local_ranks_size": 4},
         {"quantized": True, "quantized_checkpoints_path": "/tmp/q", "quantization_type": "x"},
+        {"quantization_scale_dtype": "f16", "modules_to_not_convert": ["lm_head"]},
         {"normalize_top_k_affinities": False, "router_config": {"act_fn": "sigmoid"}},
         {"scratchpad_page_size": 512, "logical_nc_config": 2, "lm_head_pad": True},
         {"a_flag_of_a_later_version": True, "a_number_of_one": 7},
@@ -122,7 +123,7 @@ def test_a_record_names_no_places_and_no_code():
     ("keyword", "value"),
     [
         *((name, True) for name in ("apply_seq_ids_mask", "output_all_logits", "on_cpu")),
-        *((name, True) for name in ("is_eagle_draft", "enable_fused_speculation")),
+        *((name, True) for name in ("is_eagle_draft", "enable_fused_speculation", "is_medusa")),
         ("start_rank_id", 1),
         ("local_ranks_size", 1),
     ],

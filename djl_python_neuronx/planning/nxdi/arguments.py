@@ -45,9 +45,7 @@ def write_arguments(case: Case) -> LibraryArguments:
     config.update(_lengths(options, _prompts(case)))
     config.update(_batches(options, case.continuous_batching))
     config.update(_quantization(options))
-    if options.enable_prefix_caching:
-        config["is_prefix_caching"] = True
-    if options.is_block_kv_layout or options.enable_prefix_caching:
+    if options.is_block_kv_layout:
         config["is_block_kv_layout"] = True
     if options.drafting:
         config["enable_fused_speculation"] = True
@@ -125,7 +123,7 @@ def _quantization(options: ServingOptions) -> dict[str, object]:
     if options.weight_dtype is not None:
         written["quantized"] = True
         written["quantization_dtype"] = _8_BITS[options.weight_dtype]
-        written["quantization_type"] = options.quantization_type or "per_channel_symmetric"
+        written["quantization_type"] = "per_channel_symmetric"
     if options.kv_cache_quantize == "fp8":
         # The type is the library's default, and a torch object: text would not do.
         written["kv_quant_config"] = {"direct_cast": True}

@@ -72,6 +72,10 @@ _DERIVED: Final = frozenset(
         *("quantized_checkpoints_path", "enable_bucketing", "max_context_length"),
     }
 )
+_QUANTIZATION = (
+    *("quantization_type", "quantization_dtype", "quantization_block_axis"),
+    *("quantization_block_size", "quantization_scale_dtype", "modules_to_not_convert"),
+)
 _ALWAYS = ("batch_size", "seq_len", "tp_degree", "torch_dtype")
 _FLAGS = ("is_continuous_batching", "output_logits", "async_mode")
 """With `_ALWAYS`: keywords that become options even at the library's default, as this package's own may differ."""
@@ -174,7 +178,7 @@ def _follows(given: Config) -> dict[str, Any]:
     if not given.get("is_block_kv_layout"):
         follows |= {name: given[name] for name in ("pa_block_size", "pa_num_blocks")}
     if not (given.get("quantized") or given.get("quantized_mlp_kernel_enabled")):
-        follows |= {name: given.get(name) for name in ("quantization_type", "quantization_dtype")}
+        follows |= {name: given.get(name) for name in _QUANTIZATION}
     return follows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
-from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import first_size
@@ -22,17 +22,13 @@ _RESIDUALS = "no kernel adds residuals while tokens are divided among the cores"
 LATER = (
     "quantize",
     "kv_cache_quantize",
-    "quantized_mlp_kernel_enabled",
-    "activation_quantization_type",
     "speculative_draft_model",
-    "is_medusa",
-    "token_tree_config",
-    "enable_prefix_caching",
     "is_block_kv_layout",
-    "is_eagle3",
-    "rmsnorm_quantize_kernel_enabled",
 )
-"""Options of the library that this version does not serve, and that no other rule is about."""
+"""Options that transformers-neuronx serves, and this version does not with NxD Inference. No other rule is about them.
+
+Those that only NxD Inference has are in `config.legacy.NOT_SERVED`.
+"""
 
 
 def _degree(options: ServingOptions) -> int:
@@ -204,17 +200,8 @@ _BATCHES = (
     when(padding_side="left").refuse(
         "prompts are padded on the right with NxD Inference; leave padding_side out"
     ),
-    when(prefix_buckets=SET, enable_prefix_caching=UNSET).warn(
-        "no effect without prefix caching, which a later version serves; leave it out"
-    ),
 )
-_SPECULATION = (
-    *(
-        when(**{name: SET}, is_medusa=UNSET).warn(
-            "no effect without is_medusa=true, which a later version serves; leave it out"
-        )
-        for name in ("medusa_speculation_length", "num_medusa_heads", "medusa_tree")
-    ),
+_SAMPLING = (
     # Source: modules/generation/sampling.py, as all here: DataParallelSampler takes the first rows' for every part.
     when(
         on_device_generation=lambda it: it.dynamic,
@@ -241,11 +228,10 @@ _SPECULATION = (
         "requests, so set each for itself"
     ),
 )
-_ELSEWHERE = ", or set model_loader=tnx if transformers-neuronx has the model"
 _LATER = tuple(
     when(**{name: SET}).refuse(
-        "served with NxD Inference in a later version; leave it out"
-        + ("tnx" in option(name).to) * _ELSEWHERE
+        "served with NxD Inference in a later version; leave it out, or set model_loader=tnx if transformers-neuronx "
+        "has the model"
     )
     for name in LATER
 )
@@ -255,7 +241,7 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_PAIRS,
     *_KERNELS,
     *_BATCHES,
-    *_SPECULATION,
+    *_SAMPLING,
 )
 """Checked in this order."""
 
