@@ -197,12 +197,11 @@ class Engine:
         """Acquire the slots of new sequences; one that the backend refuses leaves alone.
 
         While no sequence runs, a device fault here counts as a failed step; a refused prompt, which is another kind
-        of error, never does.
+        of error, never does. If the engine dies of it, none gets an output, see `_fail_call`.
         """
         if self._entering is not None:
             self._entering([sequence.request_id for sequence in batch.entering])
-        outputs: list[TokenOutput] = []
-        failures: list[BackendError] = []
+        failures: list[tuple[Sequence, BackendError]] = []
         for sequence in batch.entering:
             request, slot = sequence.request, sequence.held_slot
             try:
@@ -211,19 +210,21 @@ class Engine:
                 )
             except Exception as error:  # noqa: BLE001  (a border, see step)
                 batch.drop(sequence)
-                failures.append(translate(error))
-                outputs.append(self._fail(sequence, failures[-1], acquired=False))
+                failures.append((sequence, translate(error)))
                 continue
             sampling, default = request.sampling, self.spec.default_top_k
             if default and not sampling.top_k:
                 # On the host too: logprobs must not change what a request's tokens are drawn from.
                 sampling = replace(sampling, top_k=default)
             self._sampler.assign(slot, sampling, request.prompt_ids, sequence.seed)
-        if failures:
-            worst = max(failures, key=lambda one: (one.fatal, isinstance(one, _DEVICE_FAULTS)))
-            counts = isinstance(worst, _DEVICE_FAULTS) and not self.num_running
-            outputs += self._fail_call([], worst, counts=counts)
-        return outputs
+        if not failures:
+            return []
+        errors = [error for _, error in failures]
+        worst = max(errors, key=lambda one: (one.fatal, isinstance(one, _DEVICE_FAULTS)))
+        counts = isinstance(worst, _DEVICE_FAULTS) and self.num_running == len(failures)
+        self._fail_call([], worst, counts=counts)
+        lost = failures if self.dead is None else []
+        return [self._fail(sequence, error, acquired=False) for sequence, error in lost]
 
     def _sample(
         self, step: Step, output: StepOutput, count: int, sampled: list[tuple[int, Sequence]]

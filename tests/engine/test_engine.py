@@ -297,7 +297,7 @@ def test_a_backend_that_takes_nobody_is_given_up_unless_streams_still_run() -> N
     for i in range(MAX_FAILED_STEPS + 1):
         engine.add(request(f"alone {i}", [5, 6], 3))
     found = run(engine)
-    assert {name for name in found if name.startswith("alone")}
+    assert len(found) == MAX_FAILED_STEPS - 1, "another engine may run the one of the last failure"
     assert isinstance(engine.dead, DeviceMemoryError)
 
 
@@ -767,7 +767,7 @@ def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() ->
     engine = Engine(backend)
     for name, first in (("a", 5), ("b", 13), ("c", 7)):
         engine.add(request(name, [first, 8], 3))
-    outputs = engine.step().outputs
-    assert {output.request_id for output in outputs if output.error is not None} == {"b"}
+    assert engine.step() == ([], None), "another engine may run all of them"
+    assert engine.dead is not None
     assert backend.num_steps == 0
     assert engine.step() == ([], None)

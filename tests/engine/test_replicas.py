@@ -24,6 +24,7 @@ from djl_python_neuronx.engine.worker import EngineThread
 from djl_python_neuronx.errors import (
     BackendError,
     BackendUnavailableError,
+    DeviceMemoryError,
     QueueFullError,
     RequestError,
     RequestTimeoutError,
@@ -242,6 +243,24 @@ def test_a_request_that_was_running_at_two_deaths_is_not_run_by_a_third_copy() -
         assert last.error.status == 500
         wait_until(lambda: copies.owners("a") not in ([], [1]))
         assert [other.drain(0) for other in others] == [[], []]
+
+
+def test_a_request_at_which_a_device_dies_before_its_first_call_runs_elsewhere() -> None:
+    class Losing(ToyBackend):
+        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+            error = DeviceMemoryError("the device is gone")
+            error.fatal = True
+            raise error
+
+    engines = [Engine(Losing()), Engine(ToyBackend())]
+    starts = [partial(EngineThread, lambda engine=engine: engine) for engine in engines]
+    copies = Replicas(starts, lambda: TOKENIZER, observer=Recorder(), settings=LoopSettings())
+    copies.start_all()
+    inbox = BlockingQueue()
+    copies.submit(request("a", [5, 6]), inbox)
+    assert text(collect(inbox, "a")["a"]) == shown(expected([5, 6], 5))
+    assert engines[0].dead is not None
+    copies.close()
 
 
 def test_a_group_moves_as_one(no_load: Callable[[], None]) -> None:
