@@ -154,8 +154,11 @@ class Engine:
         late = [sequence for sequence in self._scheduler.waiting if sequence.arrived_s < limit]
         what, fix = "no slot became free", "raise option.max_rolling_batch_size"
         if self._scheduler.slots.num_free:
-            what = "earlier prompts filled every step"
-            fix = "raise option.context_length_estimate"
+            what = "earlier prompts and running streams took every step"
+            fix = "lower option.decode_interleave or raise option.queue_timeout"
+            if self.spec.mixed_steps:
+                what = "earlier prompts filled every step"
+                fix = "raise option.context_length_estimate"
         message = (
             f"{what} in the last {waited_s:g} s (option.queue_timeout; default: option.predict_timeout); retry later, "
             f"or {fix}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import orjson
@@ -412,6 +414,26 @@ def test_waiting_too_long_is_an_error() -> None:
     assert isinstance(late.error, RequestTimeoutError)
     assert list(run(engine)) == ["a"]
     assert_clean(engine, backend)
+
+
+@pytest.mark.parametrize(
+    ("facts", "names"),
+    [
+        ({"num_slots": 1}, ["max_rolling_batch_size"]),
+        ({}, ["decode_interleave"]),
+        ({"joins": "reprefill"}, ["decode_interleave"]),
+        ({"mixed_steps": True, "prefill_buckets": (8,)}, ["context_length_estimate"]),
+    ],
+)
+def test_who_waits_too_long_is_told_what_helps(facts: dict[str, Any], names: list[str]) -> None:
+    """Slots are free in all rows but the first: the first prompt fills the step of chunks, decodes are owed else."""
+    engine = Engine(ToyBackend(replace(TOY_SPEC, **facts)), decode_interleave=9)
+    engine.add(request("a", [5] * 9, 20, ignore_eos=True))
+    engine.step()
+    engine.add(request("b", [5, 6], 4))
+    (late,) = engine.expire(0.0)
+    options = re.findall(r"(?:raise|lower) option\.(\w+)", str(late.error))
+    assert [one for one in options if one != "queue_timeout"] == names
 
 
 @pytest.mark.parametrize(
