@@ -29,7 +29,7 @@ setting and door, medians of `--runs` runs, the servers and the bare loop in tur
 the device, and a program takes at least `--step-ms`: by default the published decode step of Llama-3-8B, whose
 vocabulary it has, on an inf2.48xlarge with a batch of 8. The rig's sleep overshoots, so only ratios count.
 
-* `ours`: `djl-neuronx serve` in a process of its own, read over eight sockets by this one. The clock starts when all
+* `ours`: `djl-neuronx serve` in a separate process, read over eight sockets by this one. The clock starts when all
   eight stream, and none of them ends within it.
 * `bare`: another process, which calls the model with eight rows and takes the argmax. The two take turns.
 * `ratio`: of the medians. `of_device`: the bare loop's share of what eight rows per `--step-ms` would be. Below 0.9

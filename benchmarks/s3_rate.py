@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/s3_rate.py --aws /path/to/aws [--gib 1] [--rounds 5] [--json]
 
-Needs nginx and curl, and the AWS command line (`pip install awscli`, in an environment of its own: it pins botocore).
+Needs nginx and curl, and the AWS command line (`pip install awscli`, in a separate environment: it pins botocore).
 nginx serves one object with Range, If-Match and ETag, as S3 does, and a listing of it. Each row is a process of its
 own, from its start to its end, writes to the same disk, and takes its turn in every round; dirty pages are written out
 between turns. `curl`, one stream to a file, shows what the server can do on this machine.

@@ -1,6 +1,6 @@
 """Detection of a model folder's format. Reads names, small JSON files and headers; writes nothing.
 
-A format is one class in `FORMATS`. Each decides for itself whether a folder is one of its own, and names the formats
+A format is one class in `FORMATS`. Each recognises its own folders, and names the formats
 that it is a special case of; so a new format never edits another. A folder that two of them claim is an error.
 """
 

@@ -48,7 +48,7 @@ _FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
 _BLOCK_BYTES = 2**20
 _MAX_HASHED_BYTES = 8 * 2**30
-"""Of an output, beside its weights: a folder nobody has looked at may have any size on a disk with holes."""
+"""Of an output, beside its weights: an unknown folder may have any size on a disk with holes."""
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 64
 _MAX_THREADS = 8

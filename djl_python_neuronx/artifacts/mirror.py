@@ -32,7 +32,7 @@ class Mirror:
         return f"{self._uri}/{facts.key}"
 
     def manifest(self, facts: CompileFacts) -> Manifest | None:
-        """The manifest of the finished compile for these facts, or None if there is none.
+        """The manifest of the finished compile for these facts, or None.
 
         Raises:
             ArtifactMismatchError: it is of other facts.

@@ -105,7 +105,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
         None,
         "it is true with option.speculative_draft_model, and false without",
     ),
-    "sparse_attn": (None, "it is an object, which no file can hold"),
+    "sparse_attn": (None, "it is an object, which a file cannot hold"),
     "lora_config": (None, "adapters are not served"),
     "is_eagle_target": (False, _LATER),
     **{name: (harmless, _LATER) for name, harmless in NOT_SERVED.items()},

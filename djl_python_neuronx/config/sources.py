@@ -72,7 +72,7 @@ _OWN: Final = {
 }
 """Variables of single options."""
 OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *_OWN})
-"""Variables that set options under a name of their own."""
+"""Variables that set options under their own name."""
 
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"entrypoint": "entryPoint"}
@@ -111,7 +111,7 @@ class Setting:
 
     @property
     def by_operator(self) -> bool:
-        """True if whoever starts the server set it, not the author of the model folder."""
+        """True if the operator of the server set it, not the author of the model folder."""
         return self.origin.startswith(("environment ", COMMAND_LINE))
 
 

@@ -1,6 +1,6 @@
 """Variables of `option.env` in a model folder's own file: what they may set.
 
-The folder may be a stranger's. Its file may tune libraries and give credentials of its own. A variable whose name or
+The folder may be a stranger's. Its file may tune libraries and give its own credentials. A variable whose name or
 value chooses what is asked, where files are written or read, or which code is loaded is not passed on. An operator's
 own `option.env` (command line, `OPTION_ENV`) is not limited.
 """

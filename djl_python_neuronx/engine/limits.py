@@ -109,8 +109,8 @@ def with_defaults(
 ) -> dict[str, Any]:
     """The sampling parameters of a request, with defaults for missing ones.
 
-    Defaults are those that the model's author has `configured`. A device that samples alone must not refuse what nobody
-    has sent: it gets what it was compiled for, or as many tokens to sample from as it takes.
+    `configured`: defaults of the model's author. With device-only sampling, defaults must not cause a 400: the device
+    gets its compiled-in parameters, or as many tokens to sample from as it takes.
     """
     if Want.LOGITS in spec.outputs:
         return {**configured, **given}

@@ -39,7 +39,7 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
 
 
 def _generate(engine: Engine, length: int, max_new_tokens: int) -> None:
-    """Run a sequence of its own.
+    """Run a separate sequence.
 
     Raises:
         ServingError: a graph does not run.

@@ -131,7 +131,7 @@ def _speculation(engine: Engine) -> dict[str, object] | None:
 
 
 class _Worker:
-    """Steps an engine on the calling thread; a thread of its own receives commands."""
+    """Steps an engine on the calling thread; a separate thread receives commands."""
 
     def __init__(self, engine: Engine, link: Link, queue_timeout_s: float) -> None:
         self._engine, self._link = engine, link

@@ -102,7 +102,7 @@ def compile_guarded(
 
 
 def _run(file: IO[bytes], environ: Mapping[str, str], watch: _Watch) -> int:
-    """Run the job in a process of its own, and report its progress. Returns the process's status."""
+    """Run the job in a separate process, and report its progress. Returns the process's status."""
     command = guarded(backends.python_command(__name__))
     process = subprocess.Popen(command, stdin=file, env=dict(environ))  # noqa: S603
     try:

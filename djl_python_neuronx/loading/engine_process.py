@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what it loads, how it is started and ended."""
+"""The engine in a separate process: what it loads, how it is started and ended."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _JOB = TypeAdapter(EngineJob)
 
 
 class EngineProcess:
-    """An engine in a process of its own, with all processes that it starts. It ends with this process."""
+    """An engine in a separate process, with all processes that it starts. It ends with this process."""
 
     restartable = True
 

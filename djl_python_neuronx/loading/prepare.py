@@ -177,7 +177,7 @@ class Prepared:
         )
 
     def start_tokenizer(self, load_s: float = LOAD_S, **limits: Any) -> TokenizerProcess:  # noqa: ANN401
-        """Load the tokenizer beside the model, to serve it: in processes of its own, within `load_s`.
+        """Load the tokenizer beside the model, to serve it: in separate processes, within `load_s`.
 
         `limits`: `timeout_s` and `limit` of `TokenizerProcess`; by default `option.text_timeout`.
 
@@ -760,7 +760,7 @@ def _log_plan(prepared: Prepared) -> None:
 
 
 def _check_beside(artifact: Artifact, weights: Weights) -> None:
-    """Refuse weights in a folder of their own without a configuration beside them, which those of NxD need not have."""
+    """Refuse weights in a separate folder without a configuration beside them, which those of NxD need not have."""
     apart = weights.folder != artifact.path and weights.kind != "ranks"
     if apart and not (weights.folder / fetch.CONFIG).is_file():
         msg = (

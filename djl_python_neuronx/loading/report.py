@@ -32,7 +32,7 @@ PARTS = (
 )
 """The parts of a core's memory, in the order of the bar."""
 _FILE_WIDTH = 160
-"""Columns of a table in a file or a pipe, which have no width of their own."""
+"""Columns of a table in a file or a pipe, which have no width."""
 _LEVELS: tuple[tuple[str, Level, str], ...] = (
     # heading, level, style; the worst last, where a terminal shows it
     ("Notes", "note", ""),

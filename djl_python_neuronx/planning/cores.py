@@ -1,6 +1,6 @@
 """Placement of several models and copies on the NeuronCores of one machine.
 
-Each copy is an engine process with cores of its own, named in its `NEURON_RT_VISIBLE_CORES`.
+Each copy is an engine process with its own cores, named in its `NEURON_RT_VISIBLE_CORES`.
 """
 
 from __future__ import annotations

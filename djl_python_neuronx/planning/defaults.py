@@ -352,7 +352,7 @@ def draft_settings(options: ServingOptions, backend: str, model: str) -> dict[st
         "allow_known_defects": True,
         "compiled_graph_path": options.place("draft_model_compiled_path")
         or options.place("compiled_graph_path"),
-        # Even with a single slot it is driven as the large model is, whose slots have positions of their own.
+        # Even with a single slot it is driven as the large model is, whose slots have their own positions.
         "rolling_batch_strategy": (
             "continuous_batching" if backend != "cpu" and slots == 1 else None
         ),

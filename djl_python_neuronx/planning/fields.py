@@ -34,7 +34,7 @@ class Field:
     stops: bool = False
     """At other values the library fails. Otherwise its answers are wrong."""
     backends: tuple[str, ...] = ("cpu",)
-    """Other backends that support every value."""
+    """Other backends that support every value, beside the libraries whose own table has the field."""
 
     def takes(self, value: object, model: ModelFacts) -> bool:
         """Return whether the library computes a value."""

@@ -337,7 +337,7 @@ def core_limit(environ: Mapping[str, str]) -> CoreLimit | None:
 
 
 def with_cores(environ: Mapping[str, str], cores: str) -> Mapping[str, str]:
-    """Return the variables of a process with cores of its own (as in NEURON_RT_VISIBLE_CORES); unchanged without any.
+    """Return the variables of a process with its own cores (as in NEURON_RT_VISIBLE_CORES); unchanged without any.
 
     NEURON_RT_NUM_CORES is removed, because it is the limit of all processes together.
     """

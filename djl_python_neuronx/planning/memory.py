@@ -91,9 +91,9 @@ class Load:
     stages: int = 1
     """Pipeline stages, each with cores and layers of its own."""
     expert_groups: int = 1
-    """Groups of cores, each with experts of its own and a copy of all else."""
+    """Groups of cores, each with its own experts and a copy of all else."""
     attention_groups: int = 1
-    """Groups of cores, each with sequences of its own in a decode step."""
+    """Groups of cores, each with its own sequences in a decode step."""
     in_blocks: bool = False
     """The KV cache is kept in blocks, with one block for padding."""
     num_blocks: int | None = None

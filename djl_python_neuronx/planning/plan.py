@@ -147,7 +147,7 @@ def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
 
 
 def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator[defaults.Filled]:
-    """Yield values for the options that an error names and nobody set, with those that were chosen before."""
+    """Yield values for unset options that an error names, with those that were chosen before."""
     for names in best.wrong:
         for name in names:
             if name not in origins and (name in best.filled or not is_set(case.options, name)):
@@ -221,7 +221,7 @@ def graphs(case: Case) -> Iterator[Graph]:
         return
     yield from tnx.graphs(library_arguments(case))
     if case.options.drafting:
-        # A draft model has options of its own, and only architectures with continuous batching can be one.
+        # A draft model has its own options, and only architectures with continuous batching can be one.
         prompts, lengths = draft_lengths(case.options)
         yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
         yield from (Graph("draft decode", length, case.slots) for length in lengths)

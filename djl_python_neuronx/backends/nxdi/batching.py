@@ -45,7 +45,7 @@ for each layer, or many."""
 
 
 class ContinuousBackend(DeviceBackend):
-    """Each slot has a position of its own; prompts run one at a time.
+    """Each slot has its own position; prompts run one at a time.
 
     A decode names every slot up to the highest live one, in order. A row that the library adds itself would write the
     first row's keys and values, and with fewer rows than compiled for it takes row i for slot i. So the arrays hold

@@ -45,7 +45,7 @@ class GptJ(GPTNeoXForSampling):  # type: ignore[misc]
             intermediate_size=config.n_inner or 4 * config.n_embd,
         )
         super().__init__(as_neox, **keywords)
-        # The names of modules are those of weights in the checkpoint; what is not a module has no weights of its own.
+        # Modules are named as the checkpoint's weights are; an attribute that is not a module has no weights.
         self.transformer, self.lm_head = GPTJTransformer(self.config), self.embed_out
         del self.gpt_neox, self.embed_out
         layers = [_GptJLayer(self.config, block) for block in self.transformer.h]

@@ -14,7 +14,7 @@ from djl_python_neuronx.backends.tnx.base import TnxBackend
 
 
 class ContinuousBackend(TnxBackend):
-    """Each slot has a position of its own; prompts run one at a time.
+    """Each slot has its own position; prompts run one at a time.
 
     The library writes a token into position 0 of every slot that a decode leaves out. So no slot is left out: the
     arrays hold each slot's last token and position, which the library writes again unchanged. Positions of free slots

@@ -40,7 +40,7 @@ class DeviceSampling:
 
     @property
     def largest_top_k(self) -> int | None:
-        """The largest top_k of a row; None if rows have no parameters of their own."""
+        """The largest top_k of a row; None if all rows share compiled-in parameters."""
         if not self._dynamic:
             return None
         vocab_size = int(self._model.config.vocab_size)

@@ -131,7 +131,7 @@ def takes_longest_only(case: Case) -> bool:
 
     It is so where continuous batching meets a cache that is divided by tokens: transformers-neuronx 0.13 changes to the
     next length too late there (decoder.py: `forward_single` allows for the division only where all rows share a
-    position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on. Where every head has keys of its own the
+    position). Seen: lengths 24 and 48, tp 4, wrong from position 24 on. Where every head has its own keys the
     library does not divide the cache (`placement.findings`).
     """
     options, heads = case.effective, case.model.num_heads
@@ -187,7 +187,7 @@ def _generation(options: ServingOptions, slots: int | None) -> dict[str, Any]:
     generation = options.on_device_generation
     written = {} if generation is None else generation.model_dump(exclude_none=True)
     if written.get("dynamic"):
-        written["per_batch_line"] = True  # each request has parameters of its own
+        written["per_batch_line"] = True  # each request has its own parameters
     if written.get("per_batch_line") and slots is not None:
         for name in _ROW_SAMPLING:
             written[name] = [written[name]] * slots
