@@ -69,7 +69,7 @@ class Service:
         on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> None:
-        """Wait until the engines are ready. After a service `before` none is started, and its metrics go on.
+        """Wait until the engines are ready. With `before`, no engine is started and that service's metrics are reused.
 
         `launches`, `cores`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called while the
         engines load. `functions`: of `model.py`.

@@ -164,7 +164,7 @@ def _no_panic() -> Iterator[None]:
 
 
 class TokenTable:
-    """What is known of a tokenizer's tokens: the part of `Tokenizer` for which only `decode` may run the library."""
+    """Facts about a tokenizer's tokens: the part of `Tokenizer` for which only `decode` may run the library."""
 
     pieces: Sequence[bytes] | None = None
 
@@ -417,10 +417,10 @@ def load_tokenizer(
         if (
             "trust_remote_code" in why
         ):  # that sentence calls the folder's name a repository of the Hub
-            why = "auto_map in tokenizer_config.json or config.json names code of its own"
+            why = "auto_map in tokenizer_config.json or config.json names its own code"
         msg = (
             f"the tokenizer in {folder} cannot be loaded ({why}). Check that its files are complete; a tokenizer with "
-            "code of its own needs option.trust_remote_code=true: read the code first."
+            "its own code needs option.trust_remote_code=true: read the code first."
         )
         raise ArtifactError(msg) from error
 
@@ -465,7 +465,7 @@ def _load(folder: Path, trust_remote_code: bool, revision: str | None, needs_tor
     library = source.from_pretrained(
         folder, trust_remote_code=trust_remote_code, revision=revision or "main"
     )
-    # Newer versions save the template in a file of its own, which 4.45 does not read.
+    # Newer versions save the template in a separate file, which 4.45 does not read.
     if library.chat_template is None and "chat_template.jinja" in names:
         library.chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     return library

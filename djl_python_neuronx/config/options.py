@@ -207,10 +207,10 @@ class GeneralOptions(OptionGroup):
         Lower,
         Option(allowed='a whole number from 1 to 128, or "max"', output="file"),
     ] = 1
-    """Copies of the model, each in an engine process with NeuronCores of its own; requests go to the one that has least
+    """Copies of the model, each in an engine process with its own NeuronCores; requests go to the one that has least
     to do. `max` is as many as the machine holds beside the other models of the server, and 1 on a CPU. With several
     copies the default of `tensor_parallel_degree` is the degree with the most slots per core. Under DJL Serving, on
-    Neuron devices, leave it out: it starts a process of its own for each copy."""
+    Neuron devices, leave it out: it starts a process for each copy."""
     dtype: Annotated[
         AutoDtype,
         Option(
@@ -249,7 +249,7 @@ class GeneralOptions(OptionGroup):
     predict_timeout: Annotated[
         Seconds, Option(env=("PREDICT_TIMEOUT",), djl=Djl(reads="seconds"))
     ] = 120.0
-    """Default of the three limits that follow. DJL Serving has it as a limit of its own, for each call of Python."""
+    """Default of the three limits that follow. DJL Serving reads it too, as its limit for each call of Python."""
     step_timeout: Annotated[Seconds | None, Option()] = None
     """Longest time of a step on the device; ten times as long for the first one of a graph. After it the device counts
     as hanging, and the engine is started again. Default: `predict_timeout`."""
@@ -336,7 +336,7 @@ class BatchingOptions(OptionGroup):
     """Requests that DJL Serving collects for one call; it turns `rolling_batch` off for them. It reads `batch_size`
     without `option.` only: `option.batch_size` sets the number of slots, and requests come one at a time."""
     engine_process: Annotated[bool, Option()] = True
-    """Run the engine in a process of its own, which is started again after a crash. False: on a thread, to debug it."""
+    """Run the engine in a separate process, which is started again after a crash. False: on a thread, to debug it."""
     engine_restarts: Annotated[Amount, Option()] = 10
     """Most starts of an engine process after crashes within ten minutes; after one more, it is given up, and with the
     last one of `replicas` the server ends."""
@@ -363,7 +363,7 @@ class LimitOptions(OptionGroup):
     Default: no limit."""
     max_body_bytes: Annotated[Count, Option()] = 6_291_456
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
-    Serving also has a limit of its own (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
+    Serving also has its own limit (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
     read or parsed take at most eight times as much; above that, they get 503."""
     text_timeout: Annotated[Seconds, Option()] = 10.0
     """Longest time of chat template and tokenizer for a request, which then gets 400, and of one call of a function of
@@ -667,7 +667,7 @@ class ArtifactOptions(OptionGroup):
     partition_schema: Annotated[
         Literal["optimum", "safetensors", "compile_only"] | None, Lower, Option(output="local")
     ] = None
-    """What `partition` stores besides the graphs: the weights as `safetensors`, or nothing with `compile_only`. The
+    """Weights that `partition` stores beside the graphs: as `safetensors`, or none with `compile_only`. The
     `optimum` layout can be read, not written."""
     load_split_model: Annotated[bool, Option(to={"tnx": "from_pretrained()"})] = False
     """The weights are in TNX's split format: one `.bin` file per tensor. Turns `on_device_embedding` on unless it is
@@ -675,7 +675,7 @@ class ArtifactOptions(OptionGroup):
     low_cpu_mem_usage: Annotated[bool, Option()] = False
     """No effect: weights are always memory-mapped."""
     on_mismatch: Annotated[Literal["error", "recompile"], Lower, Option(draft="same")] = "error"
-    """What to do if the compiled model, or the folder of saved graphs in `compiled_graph_path`, was compiled for other
+    """Action if the compiled model, or the folder of saved graphs in `compiled_graph_path`, was compiled for other
     options: `error` stops with those that differ, `recompile` compiles again and leaves the folder as it is. A store
     holds any number of compiles: `compilation`."""
     compilation: Annotated[Literal["allow", "forbid"], Lower, Option(draft="same")] = "allow"
@@ -853,7 +853,7 @@ def allowed_values(name: str) -> str:
 
 
 def wrong_part(key: str) -> str:
-    """What is wrong with a key of an option's object that is not valid."""
+    """Describe the error of a key of an option's object that is not valid."""
     if key in _OUTSIDE:
         return f"{key}: {_OUTSIDE[key]}"
     field = OnDeviceGeneration.model_fields.get(key.replace("topk", "top_k"))

@@ -81,7 +81,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Djl:
-    """What DJL Serving does with an option before the handler gets it.
+    """DJL Serving's treatment of an option before the handler gets it.
 
     Source: djl-serving d21927c, LmiConfigRecommender.java and PyModel.java.
     """
@@ -93,7 +93,7 @@ class Djl:
     reads: str = ""
     """How it reads ``option.<name>`` itself: a kind of `djl_serving._KINDS`; empty if it only passes the option on."""
     otherwise: str = "uses its own default"
-    """What it does where it finds no value; ``{rows}`` are the most rows of a call."""
+    """Its behaviour without a value; ``{rows}`` are the most rows of a call."""
     sign: bool = False
     """A file that sets the option was written for DJL Serving."""
 
@@ -133,14 +133,14 @@ class Option:
     graph: tuple[str, ...] | None = None
     """Backends whose compiled graphs depend on the option; None: all in `to`."""
     output: Literal["pinned", "file", "local"] = "pinned"
-    """What a compiled output keeps of the option. `pinned`: it applies wherever the output is served. `file`: it is in
+    """The option's place in a compiled output. `pinned`: it applies wherever the output is served. `file`: it is in
     the output's `serving.properties` only, and not applied if the output is named by hub id or URI. `local`: it holds
     on the machine that compiles, and is not kept."""
     draft: Literal["same", "off"] | None = None
     """A draft model is served with the `same` value as its large model, or with the option `off` even if its folder
     sets it."""
     unused: str = ""
-    """Why serving ignores the option; empty if it does not."""
+    """The reason that serving ignores the option; empty if it does not."""
     operator: bool = False
     """Only the command line and the environment may set it, not a model folder, which may be a stranger's."""
     djl: Djl = Djl()

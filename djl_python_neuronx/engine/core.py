@@ -50,11 +50,11 @@ _DEVICE_FAULTS = (StepError, DeviceMemoryError)
 
 
 class StepResult(NamedTuple):
-    """What one step gives out: one message, whatever the batch."""
+    """The result of one step: one message, whatever the batch."""
 
     outputs: list[TokenOutput]
     info: StepInfo | None = None
-    """What ran; None if nothing ran, or it failed."""
+    """The graph that ran and its tokens; None if nothing ran, or it failed."""
 
 
 class Engine:
@@ -72,7 +72,7 @@ class Engine:
         self.spec = backend.spec
         self.runner = Runner(backend)
         self.dead: BackendError | None = None
-        """Why the device was given up; every later step does nothing."""
+        """The error for which the device was given up; every later step does nothing."""
         self._backend = backend
         scheduling = ChunkScheduler if self.spec.mixed_steps else Scheduler
         self._scheduler = scheduling(

@@ -39,7 +39,7 @@ _FLUSH_S = 1.0
 
 
 class Link:
-    """One end of the connection. Messages are encoded and written by a thread of its own; one thread receives."""
+    """One end of the connection. Messages are encoded and written by a separate thread; another one receives."""
 
     def __init__(
         self, end: socket.socket, encode: Callable[[Sequence[Any]], Sequence[Any]] = list

@@ -1,6 +1,6 @@
-"""The front's side of the border: requests to one engine, its tokens to whoever waits for them.
+"""The front's side of the border: requests to one engine, its tokens to their readers.
 
-The engine runs in a process of its own (or on a thread, see `EngineThread`). Two threads here: the output thread
+The engine runs in a separate process (or on a thread, see `EngineThread`). Two threads here: the output thread
 receives steps, makes text and delivers `Delta`s through each caller's `OutputQueue`, and starts the engine again after
 its death; the watchdog detects an engine that does not answer. `Replicas` has the loops of a model.
 """
@@ -122,8 +122,8 @@ class EngineLoop:
     ) -> None:
         """`launch` starts an engine, now and after each death. `copy`: the number of this copy, for logs and metrics.
 
-        `on_orphans` is called when requests have no engine, with an error if it is given up: it may give them to other
-        copies. `on_death` is called when no engine is started any more, after every request left has got the error.
+        `on_orphans(loop, error)`: this copy has no engine; hand its requests to other copies. `error`: set if none
+        will come. `on_death` is called when no engine is started any more, after every request left has got the error.
         `on_progress` gets a line of text at each stage of a load.
         """
         self.state = EngineState()
@@ -136,9 +136,9 @@ class EngineLoop:
         self._on_progress = on_progress
         self._closing = threading.Event()
         self.stage = "starting"
-        """What a load is doing, for people."""
+        """The stage of a load, for people."""
         self._hang: ServingError | None = None
-        """Why the watchdog has ended the engine."""
+        """The error for which the watchdog has ended the engine."""
         self._deaths: list[float] = []
         self._idle_starts = 0
         """Starts since an engine last gave a token."""
@@ -324,7 +324,7 @@ class EngineLoop:
         """The reason why a connection has ended without one."""
         if self._hang is not None:
             return _Death(self._hang, "hang")
-        # At a close nobody reads the reason, and everyone waits for an answer.
+        # At a close the reason has no reader, and all requests wait for an answer.
         how = self._engine.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
         guess = ", as when the system runs out of memory" if how == "SIGKILL" else ""
         return _Death(BackendUnavailableError(f"the engine ended ({how}{guess})"), how)
@@ -478,9 +478,7 @@ class EngineLoop:
                 twice.append(stream)
         gone = BackendUnavailableError(f"{error}. Send the request again")
         self._end(self._removed(sent), gone)
-        message = (
-            f"this request was running at two ends of the engine, so it is not run again: {error}"
-        )
+        message = f"the engine crashed twice while running this request; not retried: {error}"
         self._end(self._removed(twice), ServingError(message))
 
     def _leave(self, given_up: ServingError | None) -> None:

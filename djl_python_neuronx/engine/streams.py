@@ -147,8 +147,8 @@ class Stream:
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
         self.begun: set[str] = set()
-        """The requests answered together that a step of this engine has begun. One set for all of them, not their
-        streams: these would be freed only by the garbage collector, long after their end."""
+        """The requests answered together that a step of this engine has begun. Ids, not `Stream`s: references
+        among streams would form a cycle."""
         self.deaths = 0
         """Ends of the engine at which the request was running."""
 
@@ -185,7 +185,7 @@ class StreamRegistry:
 
     def __init__(self, most: int) -> None:
         self.closed: ServingError | None = None
-        """Why nothing is accepted any more, or None."""
+        """The error for which no request is accepted any more, or None."""
         self.most = most
         """Streams that may be open."""
         self._open: dict[str, Stream] = {}

@@ -47,7 +47,7 @@ TRY_S = 30.0
 TRY_TEXT_S = 5.0
 """Most time that `check` gives a text, whatever `option.text_timeout` the folder sets."""
 _TRIED = ("Hello, 42 worlds! \u4f60\u597d", "a" * 200 + "!", " " * 200 + "\n")
-"""What backtracks does so on what repeats itself."""
+"""Texts that a tokenizer is tried on: a pattern that backtracks does so on repetitions."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
     read = [(report.target, report.resolved) for report in reports if report.resolved is not None]
     for target, resolved in read:
         if not resolved.options.engine_process:
-            why = "each of several models needs a process of its own; leave it out"
+            why = "each of several models needs its own process; leave it out"
             yield f"{target}: {resolved.describe(Finding(('engine_process',), why))}"
     for name in dict.fromkeys(name for _, each in read for name in each.options.model_names):
         named = [target for target, each in read if name in each.options.model_names]
@@ -372,9 +372,9 @@ def _long_answers(prepared: Prepared) -> Iterator[Finding]:
 
 
 def try_texts(placement: Placement) -> None:
-    """Report where tokenizer or chat template fail, or go too far, on short texts. They run in processes of their own.
+    """Report where tokenizer or chat template fail, or go too far, on short texts. They run in separate processes.
 
-    Nothing of a tokenizer with code of its own, or without the library, is tried.
+    Nothing of a tokenizer with its own code, or without the library, is tried.
     """
     for report in placement.reports:
         prepared = report.prepared

@@ -128,17 +128,17 @@ class Application:
         self.body_bytes = 0
         """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
         self.needs_key = False
-        """Whether requests need an API key."""
+        """True if requests need an API key."""
         self._document: bytes | None = None
         """See `openapi`."""
         self.stop: Callable[[], None] = lambda: None
         """Stops the server."""
         self.failure: ServingError | None = None
-        """Why no model can be served any more."""
+        """The error for which no model can be served any more."""
 
     @property
     def options(self) -> ServingOptions:
-        """The options of the server itself that hold now: those of all models are equal."""
+        """Current server options (identical for all models)."""
         return self.models[0].options
 
     @property
@@ -540,14 +540,14 @@ def serve(
 
 
 def _listed(models: Sequence[Model]) -> str:
-    """Why no request can be served: the problem of the only model, or the state of each."""
+    """The reason that no request can be served: the problem of the only model, or the state of each."""
     if len(models) == 1:
         return models[0].problem
     return "; ".join(f"{model.names[0]}: {model.problem or 'ready'}" for model in models)
 
 
 def _facts(model: Model) -> dict[str, Any]:
-    """What `/info` has of a model."""
+    """The facts of a model for `/info`."""
     service, name = model.ready(), model.names[0]
     spec = service.loop.spec
     return {

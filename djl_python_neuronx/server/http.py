@@ -154,7 +154,7 @@ class _Connection(h11.Connection):
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._on_invalid = on_invalid
         self.access: dict[str, Any] = {}
-        """What the access log says of the request that is read or answered; empty between requests."""
+        """The access log's fields for the request that is read or answered; empty between requests."""
         self.is_extra = False
         """The connection is one too many, and ends with its first answer."""
         self._started_s = 0.0

@@ -37,13 +37,13 @@ class Model:
         self._name = name
         self._options = options or ServingOptions()
         self.service: Service | None = None
-        """What takes requests, once it is loaded."""
+        """The service that takes requests, once it is loaded."""
         self._both: tuple[Service, ...] = ()
         """The old one and the new one during a reload."""
         self.stage = "starting"
-        """What the load is doing, for people."""
+        """The stage of the load, for people."""
         self.failure: ServingError | None = None
-        """Why no request can be served any more."""
+        """The error for which no request can be served any more."""
         self._door: Future[None] | None = None
         """While a reload leaves no copy that takes requests: cancelled when there is one again."""
 
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def problem(self) -> str:
-        """Why no copy takes requests now; empty if one does."""
+        """The reason that no copy takes requests now; empty if one does."""
         try:
             loop = self.ready().loop
         except BackendUnavailableError as error:
@@ -106,7 +106,7 @@ class Model:
         return self.ready()
 
     def has_left(self, service: Service) -> bool:
-        """True if a reload has taken the requests from a service: one that it refuses is for the next one."""
+        """True if a reload retired this service; retry the request on the next."""
         return self._door is not None or self.service is not service
 
     def admit(self, service: Service) -> None:

@@ -76,7 +76,7 @@ async def _chunks(request: Request, parsed: ParsedRequest, generation: Generatio
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """What `work` returns or raises.
+    """The result of `work`, or its error.
 
     Raises:
         ClientDisconnect: the client has left, and the work is cancelled.
