@@ -1,5 +1,6 @@
 """Promises about the code itself: import directions, import cost, generated pages, the error tree."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -146,6 +147,31 @@ def test_every_error_comes_back_from_another_process():
         assert (type(error), str(error), error.args) == (kind, "what and why", ("what and why",))
         assert errors.ConfigError not in kind.mro() or error.problems == (error,)
     assert type(errors.revive("of_another_version", "what")) is errors.ServingError
+
+
+def texts_of(path):
+    """The docstrings of a file, those of fields too, by line."""
+    bodies = [vars(node).get("body", []) for node in ast.walk(ast.parse(path.read_text()))]
+    statements = [one for body in bodies if isinstance(body, list) for one in body]
+    for one in statements:
+        match one:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield one.lineno, text
+
+
+def test_no_docstring_opens_like_a_question():
+    folders = ("djl_python_neuronx", "tools", "deploy", "docker", "benchmarks", "examples", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    texts = [(path, *text) for path in paths for text in texts_of(path)]
+    assert len(texts) > 2000
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path, line, text in texts
+        if re.match(r"\s*(what|whether|why)\b", text, re.IGNORECASE)
+    ]
+    assert not found, "begin with a noun phrase or an imperative (CONTRIBUTING.md):\n" + "\n".join(
+        found
+    )
 
 
 def test_generated_pages_are_current():
