@@ -100,8 +100,8 @@ option.async_mode=true
 _ARCHITECTURES_HEAD = """\
 # Architectures
 
-Generated from `capabilities.py` and `fields.py` of `djl_python_neuronx/planning/`, its `tnx/` and its `nxdi/` by `make
-docs`. Edit those files, not this one.
+Generated from `capabilities.py` and `fields.py` of `djl_python_neuronx/planning/tnx/` and `…/nxdi/` by `make docs`.
+Edit those files, not this one.
 
 Features of each library for each `model_type`, compared with Hugging Face's logits on tiny models with random weights
 and an emulated device; architectures in italics were read, but not run. An option that an architecture does not support

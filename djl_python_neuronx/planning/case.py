@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Final
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning.capabilities import TNX, Capability, sequences_beyond_window
+from djl_python_neuronx.planning.capabilities import Capability, sequences_beyond_window
 from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.capabilities import NXDI
+from djl_python_neuronx.planning.tnx.capabilities import TNX
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The library's defects, as `planning/capabilities.py` states them: refused unless accepted, and wrong that way."""
+"""The library's defects, as `planning/tnx/capabilities.py` states them: refused unless accepted, and wrong that way."""
 
 from __future__ import annotations
 
