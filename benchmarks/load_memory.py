@@ -85,7 +85,7 @@ def measure(program: str, *arguments: str | Path) -> Measured:
         if child.stdout.readline() != b"ready\n":
             sys.exit("the measured process failed before its work")
         proc = Path(f"/proc/{child.pid}")
-        (proc / "clear_refs").write_text("5")  # VmHWM begins anew
+        (proc / "clear_refs").write_text("5")  # resets VmHWM
         resident = read_fields(proc / "status")["VmRSS"]
         samples = [read_fields(proc / "smaps_rollup")]
         child.stdin.write(b"\n")

@@ -76,8 +76,8 @@ def flock(path: Path) -> Iterator[None]:
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder `<parent>/<prefix><random>`, removed at the end, for files on their way to `parent`.
 
-    It is locked until then. What a killed process left is not, and is removed first; where a file system has no locks,
-    nothing is.
+    It is locked until then. A killed process's folder is not locked, and is removed first, unless the file system has
+    no locks.
 
     Raises:
         OSError: it cannot be made.

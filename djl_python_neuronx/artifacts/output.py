@@ -214,7 +214,7 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
         inner, linked = model.path / name, link and name == SPLIT_FOLDER
         copy_tree(inner, target / name, model.root, link=linked, choose=choose)
     if compiled is not None:
-        # A library that writes beside its graphs writes them anew, into the compile store if they were links.
+        # A library that writes beside its graphs rewrites them, into the compile store if they were links.
         copy_tree(compiled, target / COMPILED, link=weights != "presharded", choose=choose)
 
 

@@ -126,7 +126,7 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
     """Put a setting of its option in the place of each keyword in `override_neuron_config` that has one.
 
     `settings`: highest precedence first, so that only the first override counts. Its keywords precede all settings but
-    stronger ones of the command line, as in the old engine. What is left of it goes to the library as it is.
+    stronger ones of the command line, as in the old engine. Its other keywords go to the library as they are.
     """
     override = next((entry for entry in settings if _is_override(entry)), None)
     keywords = override and _read(override, folder)

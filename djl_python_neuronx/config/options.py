@@ -255,10 +255,10 @@ class GeneralOptions(OptionGroup):
     as hanging, and the engine is started again. Default: `predict_timeout`."""
     queue_timeout: Annotated[Seconds | None, Option()] = None
     """Longest time that a request waits for a slot; then it gets 408. If the engine is started again meanwhile, the
-    time begins anew when it is ready. Default: `predict_timeout`."""
+    time restarts when it is ready. Default: `predict_timeout`."""
     restart_timeout: Annotated[Seconds | None, Option()] = None
     """Longest time that a request waits for an engine that is started again, or for the only copy of a model that is
-    reloaded; then it gets 503. What it has waited for a slot before does not count. Default: `predict_timeout`."""
+    reloaded; then it gets 503. Its earlier wait for a slot does not count. Default: `predict_timeout`."""
     model_loading_timeout: Annotated[
         Seconds, Option(env=("MODEL_LOADING_TIMEOUT",), djl=Djl(reads="seconds", sign=True))
     ] = 240.0
@@ -367,7 +367,7 @@ class LimitOptions(OptionGroup):
     read or parsed take at most eight times as much; above that, they get 503."""
     text_timeout: Annotated[Seconds, Option()] = 10.0
     """Longest time of chat template and tokenizer for a request, which then gets 400, and of one call of a function of
-    `model.py`. What takes longer was ended (docs/security.md)."""
+    `model.py`. Longer work is ended (docs/security.md)."""
 
 
 class ServerOptions(OptionGroup):

@@ -1,7 +1,7 @@
 """From the settings of all sources to validated, frozen options with the origin of each value.
 
-Strictness follows the source. What users address to this server (`option.*`, `OPTION_*`, command line) is an error if
-it cannot be honoured. What DJL Serving adds on its own is ignored with a reason.
+Strictness follows the source. A user's setting for this server (`option.*`, `OPTION_*`, command line) is an error if
+it cannot be honoured. A setting that DJL Serving adds is ignored with a reason.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def serving_environ(
         environ: the environment's variables.
         variables: those of `option.env`.
         problems: the collection for the warning.
-        inherited: `environ` has `variables` already, because DJL Serving has set them. What is not passed on is then
-            removed, from this process too, whose libraries read it.
+        inherited: `environ` has `variables` already, because DJL Serving has set them. A variable that is not passed on
+            is then removed, from this process too, whose libraries read it.
     """
     own = {name for name, setting in variables.items() if setting.source == FILE_NAME}
     said = "" if inherited and TRUST in own else environ.get(TRUST, "")

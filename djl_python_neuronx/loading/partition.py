@@ -207,7 +207,7 @@ class _Writer:
 
 
 def _usual_weights(prepared: Prepared) -> WeightsInOutput:
-    """NxD Inference divides whole weights anew at each start, on the host and for minutes."""
+    """NxD Inference divides whole weights again at each start, on the host and for minutes."""
     divided = prepared.backend == "nxdi" and prepared.options.save_sharded_checkpoint is not False
     return "presharded" if divided else "link"
 
@@ -234,7 +234,7 @@ def _preshard(prepared: Prepared, compiled: Compiled, folder: Path) -> None:
         neff_cache=None,
         forecast=Forecast(0, 0.0),
     )
-    # A library may write its record of the compile anew. The output's own manifest lists the weights.
+    # A library may rewrite its record of the compile. The output's own manifest lists the weights.
     manifest = manifests.read(folder)
     manifests.write(folder, manifest.refreshed(folder))
 

@@ -173,7 +173,7 @@ def gib(size_bytes: int) -> str:
 
 
 def bar(memory: CoreMemory, width: int = _BAR_WIDTH, *, ascii_only: bool = False) -> str:
-    """Draw the memory of one core as `width` marks. What does not fit stands after a `|`."""
+    """Draw the memory of one core as `width` marks. Memory that does not fit stands after a `|`."""
     # A configuration that makes no sense can make a part negative, and its mark endless.
     sizes = [max(getattr(memory, attribute), 0) for attribute, *_ in PARTS]
     whole = max(sum(sizes), memory.capacity, 1)

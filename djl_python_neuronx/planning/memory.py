@@ -199,7 +199,7 @@ def weight_bytes(model: ModelFacts, load: Load) -> int:
 def host_bytes(case: Case, kind: str | None, stored: str | None) -> int | None:
     """Return the bytes of host memory that one load takes at its peak, its process included; None if unknown.
 
-    Without a draft model. What the kernel can take back is left out: mapped files of another type than `dtype`.
+    Without a draft model. Memory that the kernel can take back is left out: mapped files of another type than `dtype`.
 
     cpu: the weights and the cache (measured: benchmarks/README.md, "Memory of a load"). transformers-neuronx: a layer
     after the other, each with the copy that is cut and padded, and the embedding if it stays there; of pickles first

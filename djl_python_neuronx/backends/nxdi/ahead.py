@@ -16,7 +16,7 @@ class StepAhead:
     higher, with the same parameters. The next call with the same `seq_ids` returns that step's tokens and
     ignores its own inputs. A prefill drops the step; near the end of a bucket or of the cache the library starts none.
 
-    Here it is dropped unless its inputs are those of the call. What a dropped step has written is harmless: the device
+    Here it is dropped unless its inputs are those of the call. A dropped step's writes are harmless: the device
     runs steps in order, and its rows write there next, or are free.
     """
 

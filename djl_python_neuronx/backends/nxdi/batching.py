@@ -132,7 +132,7 @@ class ContinuousBackend(DeviceBackend):
         self._ids[chosen], self._positions[chosen], self._sampling[chosen] = 0, _FREE, self._default
 
     def _mend(self, slot: int, doubtful: range) -> None:
-        """Write the doubtful positions of a free slot anew if one of them is NaN.
+        """Overwrite the doubtful positions of a free slot if one of them is NaN.
 
         No call clears a slot, and a prefill does not read the old values. Each decode that reads and rewrites the
         position cleans one more layer, so this repeats once per layer.
@@ -293,7 +293,7 @@ class ContinuousBackend(DeviceBackend):
 class StaticBackend(ContinuousBackend):
     """Static batches that sequences can join and leave: prompts run together, in one call for all slots.
 
-    The call writes every slot anew, so each slot's tokens are kept, and when a sequence joins all of them prefill
+    The call rewrites every slot, so each slot's tokens are kept, and when a sequence joins all of them prefill
     again. A sequence that leaves costs nothing. Free slots are rows of one token.
     """
 

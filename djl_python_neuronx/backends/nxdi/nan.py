@@ -45,7 +45,7 @@ class Doubts:
         self._first[slots], self._end[slots] = first, end
 
     def of(self, slot: int, bucket: int) -> range:
-        """Return the doubtful positions of a slot that a prompt of this bucket does not write anew."""
+        """Return the doubtful positions of a slot that a prompt of this bucket does not overwrite."""
         return range(max(int(self._first[slot]), bucket), int(self._end[slot]))
 
     def forget(self, slot: int) -> None:
