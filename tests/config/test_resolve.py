@@ -902,7 +902,11 @@ class TestWhatDjlDoes:
             (("option.entryPoint=djl_python_neuronx.handler",), {}, []),
             (("engine=Python",), {"DJL_ENTRY_POINT": "djl_python_neuronx.handler"}, []),
             (("engine=Python",), {"DJL_ENTRY_POINT": "djl_python.x"}, ["DJL_ENTRY_POINT"]),
-            (("option.entryPoint=model.py",), {}, ["option.entryPoint=model.py", "may run code"]),
+            (
+                ("option.entryPoint=model.py",),
+                {},
+                ["option.entryPoint=model.py", "may run its author"],
+            ),
             (("option.pythonExecutable=x",), {}, ["option.pythonExecutable=x", "line 1"]),
             (
                 ("option.trust_remote_code=true",),
