@@ -400,47 +400,50 @@ def main() -> None:
     front = Connection(os.dup(sys.stdin.fileno()))
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    setup_logging(logging.getLevelName(marshal.loads(front.recv_bytes())))  # noqa: S302  (from the front)
-    with suppress(ImportError):  # the load says what is missing
-        import_transformers(needs_torch=False)
-        import jinja2.sandbox  # noqa: F401
-    front.send_bytes(b"[null]")
-    _fork_each(front, _tell, "(a loader)")
+    with suppress(EOFError, ConnectionError):  # the front may end at any time
+        setup_logging(logging.getLevelName(marshal.loads(front.recv_bytes())))  # noqa: S302  (from the front)
+        with suppress(ImportError):  # the load says what is missing
+            import_transformers(needs_torch=False)
+            import jinja2.sandbox  # noqa: F401
+        front.send_bytes(b"[null]")
+        _fork_each(front, _tell, "(a loader)")
 
 
 def _fork_each(front: Connection, child: Callable[[Connection], None], name: str) -> None:
-    """Fork a child for each connection that comes, and send its id there, until the front closes this one.
+    """Fork a child for each connection that comes, and send its id there.
 
     `name`: folder of the children, for the log.
+
+    Raises:
+        EOFError, ConnectionError: the front has closed this connection.
     """
     gc.freeze()
     signal.signal(signal.SIGCHLD, lambda *_: _reap(name))
     parent = os.getpid()
-    with suppress(EOFError, ConnectionError):
-        while True:
-            with Connection(reduction.recv_handle(front)) as connection:
-                try:
-                    pid = os.fork()
-                    message = orjson.dumps([pid])
-                except OSError as error:
-                    msg = f"the system refuses another process for the tokenizer ({error}); retry"
-                    pid, message = -1, _failure(BackendUnavailableError(msg))
-                if pid:
-                    with suppress(ConnectionError):  # the front did not wait for it
-                        connection.send_bytes(message)
-                    continue
-                try:
-                    front.close()
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                    if os.getppid() == parent:
-                        child(connection)
-                except (EOFError, ConnectionError):  # the front has closed the connection
-                    os._exit(0)
-                except BaseException:
-                    logger.exception("tokenizer_process_failed")
-                finally:
-                    os._exit(1)
+    while True:
+        with Connection(reduction.recv_handle(front)) as connection:
+            try:
+                pid = os.fork()
+                message = orjson.dumps([pid])
+            except OSError as error:
+                msg = f"the system refuses another process for the tokenizer ({error}); retry"
+                pid, message = -1, _failure(BackendUnavailableError(msg))
+            if pid:
+                with suppress(ConnectionError):  # the front did not wait for it
+                    connection.send_bytes(message)
+                continue
+            try:
+                front.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() == parent:
+                    child(connection)
+            except (EOFError, ConnectionError):  # the front has closed the connection
+                os._exit(0)
+            except BaseException:
+                logger.exception("tokenizer_process_failed")
+            finally:
+                os._exit(1)
 
 
 def _reap(folder: str) -> None:

@@ -209,7 +209,7 @@ class TestHub:
         for environ, folder, settings, in_djl, word in (
             (self.ALL, tmp_path, stronger, False, "the file"),
             (self.ALL, tmp_path / "whole", [], False, "holds a model"),
-            (self.ALL, tmp_path, [], True, "of its own"),
+            (self.ALL, tmp_path, [], True, "separate model folder"),
             (without_id, tmp_path, stronger, False, "not set"),
         ):
             inputs = Inputs(environ, folder, properties={} if in_djl else None)

@@ -181,18 +181,19 @@ def gone(pids):
 def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
     tokenizer = start(write(tmp_path))
     ids = tokenizer.encode("The fox")
-    library = tokenizer_process._library[0][0]
-    for level in range(3):  # the worker, its loader, and the library process
-        killed = [library.pid]
-        for _ in range(2 - level):
-            killed = [children(killed[0])[-1]]
-        killed += descendants(killed[0])
-        os.kill(killed[0], signal.SIGKILL)
-        assert gone(
-            killed[level // 2 :]
-        )  # the library process is this one's child, and stays a zombie
+    for level in ("worker", "loader", "library"):
+        processes = {
+            "worker": worker_of(tokenizer),
+            "loader": tokenizer._loader.pid,
+            "library": tokenizer_process._library[0][0].pid,
+        }
+        killed = processes[level]
+        ended = descendants(killed)
+        if level != "library":  # it is a child of this process, and stays a zombie
+            ended.append(killed)
+        os.kill(killed, signal.SIGKILL)
+        assert gone(ended)
         assert tokenizer.encode("The fox") == ids
-        library = tokenizer_process._library[0][0]
     assert caplog.text.count("tokenizer_lost") == 2
     tokenizer.close()
 
