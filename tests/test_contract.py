@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends.base import Backend, HostLogits, Step, Want
 from djl_python_neuronx.errors import BackendError, StepError
-from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 
 NUM_SLOTS, MAX_LEN = 4, 48
 PREFILL_BUCKETS, TOKEN_BUCKETS = (4, 8, 20), (12, 24, 48)
@@ -41,7 +41,7 @@ def load_toy(_: Path) -> Backend:
 def load_cpu(directory: Path, *, mixed_steps: bool = False) -> Backend:
     pytest.importorskip("torch", reason="the cpu backend needs torch")
     pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
-    from tests.tiny_models import poison, save_tiny_model
+    from tests.doubles.tiny_models import poison, save_tiny_model
 
     save_tiny_model("llama", directory)
     poison(directory / "model.safetensors", 0, POISON)
@@ -60,7 +60,7 @@ def load_cpu(directory: Path, *, mixed_steps: bool = False) -> Backend:
 def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None = None) -> Backend:
     """On the rig or a device; padding is a token like any other there, so it has to be a number."""
     from tests.backends.tnx_plans import tnx_plan
-    from tests.tiny_models import poison, save_tiny_model
+    from tests.doubles.tiny_models import poison, save_tiny_model
 
     save_tiny_model("llama", directory)
     poison(directory / "model.safetensors", POISON)
@@ -72,7 +72,7 @@ def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None
 def load_nxdi(directory: Path, *, continuous: bool = True) -> Backend:
     """On the rig or a device; padding is a token like any other there, so it has to be a number."""
     from tests.backends.nxdi_plans import nxdi_plan
-    from tests.tiny_models import poison, save_tiny_model
+    from tests.doubles.tiny_models import poison, save_tiny_model
 
     save_tiny_model("llama", directory)
     poison(directory / "model.safetensors", POISON)
@@ -84,8 +84,8 @@ def load_double(directory: Path, **plan: object) -> Backend:
     """The nxdi backend on the library's stand-in."""
     pytest.importorskip("torch", reason="the nxdi backend needs torch")
     pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
-    from tests.backends import nxdi_double
     from tests.backends.nxdi_plans import nxdi_plan
+    from tests.doubles import nxdi_double
 
     (directory / "model.safetensors").write_text("")
     (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 97}')

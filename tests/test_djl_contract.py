@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import djl_peer
-from tests.djl_peer import DOUBLE, Peer, real_engine
+from tests.doubles import djl_peer
+from tests.doubles.djl_peer import DOUBLE, Peer, real_engine
 
 pytestmark = pytest.mark.djl_src
 

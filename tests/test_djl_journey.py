@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from soak import engines
 
-from tests.djl_peer import PATIENCE_S, REST, ROOT, Peer
+from tests.doubles.djl_peer import PATIENCE_S, REST, ROOT, Peer
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 
@@ -44,7 +44,7 @@ def test_what_is_not_lost_is_right(tmp_path, checks):
         "max_rolling_batch_size": "32",  # all victims of a reset have a row
         "predict_timeout": "60",
     }
-    peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry")
+    peer = Peer(tmp_path, properties, tmp_path, entry_point="tests.doubles.djl_entry")
     num_lost = 0
     with peer, ThreadPoolExecutor(40) as clients:
         for _ in range(NUM_RESETS):
@@ -81,7 +81,7 @@ def is_lost(answer):
 
 def test_serving_one_request_at_a_time_unasked_is_told_in_the_log(tmp_path):
     properties = {"model_id": str(MODEL), "model_loader": "cpu", "rolling_batch": "disable"}
-    with Peer(tmp_path, properties, tmp_path, entry_point="tests.djl_entry") as peer:
+    with Peer(tmp_path, properties, tmp_path, entry_point="tests.doubles.djl_entry") as peer:
         deadline_s = time.monotonic() + PATIENCE_S
         while not any("Set option.async_mode=true" in line for line in peer.log):
             assert time.monotonic() < deadline_s, peer.log

@@ -20,10 +20,10 @@ from botocore.validate import ParamValidator
 
 from djl_python_neuronx.cli import _parser
 from tests import known_answers
-from tests.artifacts.s3_rig import KEYS
 from tests.djl.java import wait_until
+from tests.doubles.s3_rig import KEYS
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 sys.path.append(str(DOCKER))

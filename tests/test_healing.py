@@ -17,13 +17,13 @@ import pytest
 from soak import MODEL, ROOT, Embedded, alive, descendants, engines, wait_until
 from tokenizers import Tokenizer
 
-from tests.toy_backend import expected
+from tests.doubles.toy_backend import expected
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 
 PATIENCE_S = 60.0
 """How long a hang lasts before it fails a test; nothing that works waits for its end."""
-DOUBLES = ROOT / "tests" / "mortal_double"
+DOUBLES = ROOT / "tests" / "doubles" / "mortal_double"
 PROGRAM = f"""
 import os, sys
 from pathlib import Path

@@ -26,7 +26,7 @@ from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
-from tests.tiny_models import save_tiny_model  # noqa: E402
+from tests.doubles.tiny_models import save_tiny_model  # noqa: E402
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
 PLAIN = {

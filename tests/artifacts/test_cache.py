@@ -27,7 +27,7 @@ from djl_python_neuronx.artifacts.cache import (
     fetch,
 )
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
-from tests.artifacts.s3_proxy import wait_until
+from tests.doubles.s3_proxy import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -28,7 +28,7 @@ from djl_python_neuronx.errors import (  # noqa: E402
     InvalidOptionError,
 )
 from tests.artifacts import folders  # noqa: E402
-from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
+from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
 
 
 def tensors():

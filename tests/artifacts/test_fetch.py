@@ -16,7 +16,7 @@ from djl_python_neuronx import artifacts
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.fetch import fetch_config, is_hub_id, local_folder, uri_scheme
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
-from tests import remote_doubles
+from tests.doubles import remote_doubles
 
 RETRIES = pytest.mark.skipif(
     int(huggingface_hub.__version__.partition(".")[0]) < 1,

@@ -697,7 +697,7 @@ def test_architectures_of_any_type(folder, written):
 def test_no_tensor_is_asked_of_a_model_that_transformers_does_not_save(tmp_path, model_type):
     """Against the library's own checkpoints of each family that is known in detail."""
     pytest.importorskip("torch")
-    from tests.tiny_models import save_tiny_model
+    from tests.doubles.tiny_models import save_tiny_model
 
     settings = {"gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}}
     save_tiny_model(model_type, tmp_path, **settings.get(model_type, {}))

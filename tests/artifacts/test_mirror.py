@@ -10,7 +10,6 @@ from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactNotFoundError
-from tests.artifacts.s3_rig import settings
 from tests.artifacts.store_worker import (
     MissedError,
     build,
@@ -21,8 +20,9 @@ from tests.artifacts.store_worker import (
     make,
     make_facts,
 )
+from tests.doubles.s3_rig import settings
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 
 @pytest.fixture

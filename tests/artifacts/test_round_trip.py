@@ -11,10 +11,10 @@ import pytest
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.errors import ArtifactAccessError
 from tests.artifacts import folders
-from tests.artifacts.s3_proxy import Fault
-from tests.artifacts.s3_rig import URI, contents, published, put, s3, settings
+from tests.doubles.s3_proxy import Fault
+from tests.doubles.s3_rig import URI, contents, published, put, s3, settings
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 
 def pickled(path):

@@ -13,8 +13,8 @@ from djl_python_neuronx.artifacts.folder import Selection, check_names
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import is_unfinished
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
-from tests.artifacts.s3_proxy import Fault
-from tests.artifacts.s3_rig import (
+from tests.doubles.s3_proxy import Fault
+from tests.doubles.s3_rig import (
     EVERYTHING,
     KEYS,
     LARGE,
@@ -29,7 +29,7 @@ from tests.artifacts.s3_rig import (
     tensors,
 )
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 
 def test_a_folder_arrives_as_it_is(proxy, bucket, tmp_path):

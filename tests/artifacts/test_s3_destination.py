@@ -13,9 +13,9 @@ from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.loading import partition as compiling
-from tests.artifacts.s3_rig import URI, put, settings
+from tests.doubles.s3_rig import URI, put, settings
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 OURS = json.dumps(unfinished(["config.json"])).encode()

@@ -9,8 +9,8 @@ import pytest
 from djl_python_neuronx.artifacts import fetch as remotes
 from djl_python_neuronx.artifacts import s3_checksums
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
-from tests.artifacts.s3_proxy import Fault
-from tests.artifacts.s3_rig import (
+from tests.doubles.s3_proxy import Fault
+from tests.doubles.s3_rig import (
     SMALL,
     URI,
     fetch,
@@ -19,7 +19,7 @@ from tests.artifacts.s3_rig import (
     settings,
 )
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 
 def is_listing(request):

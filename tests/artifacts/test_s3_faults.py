@@ -17,8 +17,8 @@ from djl_python_neuronx.artifacts import cache, s3, s3_checksums
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.s3_checksums import is_intact
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
-from tests.artifacts.s3_proxy import Fault
-from tests.artifacts.s3_rig import (
+from tests.doubles.s3_proxy import Fault
+from tests.doubles.s3_rig import (
     LARGE,
     NAME,
     PIECE_BYTES,
@@ -30,7 +30,7 @@ from tests.artifacts.s3_rig import (
     tensors,
 )
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 
 @pytest.mark.parametrize(

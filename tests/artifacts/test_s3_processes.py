@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.artifacts.s3_proxy import Fault, wait_until
-from tests.artifacts.s3_rig import (
+from tests.doubles.s3_proxy import Fault, wait_until
+from tests.doubles.s3_rig import (
     LARGE,
     NAME,
     PIECE_BYTES,
@@ -23,7 +23,7 @@ from tests.artifacts.s3_rig import (
     tensors,
 )
 
-pytest_plugins = ["tests.artifacts.s3_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures"]
 
 CHILD = """
 import json, sys

@@ -20,8 +20,8 @@ from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.machines import named
 from tests.backends.tnx_plans import library_plan
-from tests.tiny_models import save_tiny_model
-from tests.toy_tokenizer import TOKENIZER
+from tests.doubles.tiny_models import save_tiny_model
+from tests.doubles.toy_tokenizer import TOKENIZER
 
 _LLAMA3 = {
     "rope_type": "llama3",

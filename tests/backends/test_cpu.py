@@ -39,8 +39,8 @@ from djl_python_neuronx.errors import (  # noqa: E402
     IncompatibleOptionsError,
     StepError,
 )
-from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows  # noqa: E402
-from tests.tiny_models import (  # noqa: E402
+from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows  # noqa: E402
+from tests.doubles.tiny_models import (  # noqa: E402
     CONFIGS,
     MAX_POSITIONS,
     VOCAB_SIZE,

@@ -33,8 +33,8 @@ from djl_python_neuronx.planning.model_rules import findings  # noqa: E402
 from tests.backends.nxdi_plans import VARIANTS as NXDI_VARIANTS  # noqa: E402
 from tests.backends.nxdi_plans import nxdi_plan  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
-from tests.device_driver import logits_of, make_rows  # noqa: E402
-from tests.tiny_models import save_tiny_model  # noqa: E402
+from tests.doubles.device_driver import logits_of, make_rows  # noqa: E402
+from tests.doubles.tiny_models import save_tiny_model  # noqa: E402
 
 IDS = [5, 60, 7, 31, 9, 10, 44, 12, 13, 80, 3, 16]
 SAME = 1e-4

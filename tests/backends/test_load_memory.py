@@ -12,7 +12,7 @@ pytest.importorskip(
     "transformers", "4.57", reason="the cpu backend needs transformers 4.57 or newer"
 )
 
-from tests.tiny_models import save_tiny_model
+from tests.doubles.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="no /proc/<pid>/smaps_rollup"

@@ -24,12 +24,12 @@ from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
-from tests.backends import nxdi_double
 from tests.backends.nxdi_plans import loaded, nxdi_plan
 from tests.backends.test_tnx_double import folder_of
-from tests.device_driver import make_rows
-from tests.tiny_models import load_reference, save_tiny_model
-from tests.toy_backend import toy_logits
+from tests.doubles import nxdi_double
+from tests.doubles.device_driver import make_rows
+from tests.doubles.tiny_models import load_reference, save_tiny_model
+from tests.doubles.toy_backend import toy_logits
 
 DECODES = "token_generation_model"
 

@@ -40,12 +40,12 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
-from tests.backends import nxdi_double
 from tests.backends.nxdi_plans import loaded, nxdi_plan
 from tests.backends.test_tnx_double import VOCAB_SIZE, assert_expected, folder_of
-from tests.device_driver import make_rows
-from tests.tiny_models import poison, save_tiny_model
-from tests.toy_backend import expected
+from tests.doubles import nxdi_double
+from tests.doubles.device_driver import make_rows
+from tests.doubles.tiny_models import poison, save_tiny_model
+from tests.doubles.toy_backend import expected
 
 POISON = 95
 """No prompt of these tests makes the model choose it: a step ahead would write it."""

@@ -20,7 +20,7 @@ from djl_python_neuronx.planning.memory import Load, can_split, needed
 from djl_python_neuronx.planning.model import ModelFacts
 from tests.backends.nxdi_plans import VARIANTS, nxdi_plan
 from tests.config import library_names as real
-from tests.tiny_models import save_tiny_model
+from tests.doubles.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.nxdi
 FLOAT32 = 4

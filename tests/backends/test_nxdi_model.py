@@ -152,7 +152,7 @@ def test_divided_weights_need_no_checkpoint_and_no_second_compile(
     """And neither believes the place that a configuration names."""
     from tests.backends.nxdi_plans import loaded, nxdi_plan
     from tests.backends.tnx_engine import assert_like_alone
-    from tests.tiny_models import load_reference, save_tiny_model
+    from tests.doubles.tiny_models import load_reference, save_tiny_model
 
     folder, compiled, log = tmp_path / "model", tmp_path / "compiled", tmp_path / "log"
     save_tiny_model("llama", folder)

@@ -21,9 +21,9 @@ from djl_python_neuronx.errors import StepError, UnsupportedParameterError  # no
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.nxdi_plans import loaded, obtained, save_variant  # noqa: E402
-from tests.device_driver import make_rows  # noqa: E402
 from tests.distributions import assert_followed, hugging_face  # noqa: E402
-from tests.tiny_models import load_reference  # noqa: E402
+from tests.doubles.device_driver import make_rows  # noqa: E402
+from tests.doubles.tiny_models import load_reference  # noqa: E402
 
 pytestmark = pytest.mark.nxdi
 

@@ -19,7 +19,6 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
-from tests import neuron_machine  # noqa: E402
 from tests.backends.test_nxdi_traffic import log_lines  # noqa: E402
 from tests.djl.conftest import (  # noqa: E402, F401
     MODES,
@@ -28,6 +27,7 @@ from tests.djl.conftest import (  # noqa: E402, F401
     start_java,
     write_model,
 )
+from tests.doubles import neuron_machine  # noqa: E402
 from tests.server.test_app import TINY_LLAMA, Running, checks, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.nxdi

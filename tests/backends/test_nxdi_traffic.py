@@ -23,7 +23,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.types import GenerationRequest
 from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant
 from tests.backends.tnx_engine import assert_greedy, assert_like_alone
-from tests.tiny_models import load_reference
+from tests.doubles.tiny_models import load_reference
 
 pytestmark = pytest.mark.nxdi
 

@@ -17,7 +17,7 @@ from djl_python_neuronx.backends.shapes import (
 )
 from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.errors import StepError
-from tests.device_driver import make_rows
+from tests.doubles.device_driver import make_rows
 
 SPEC = ModelSpec(num_slots=3, max_model_len=16, prefill_buckets=(8,), vocab_size=10)
 

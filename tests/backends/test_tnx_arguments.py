@@ -24,8 +24,8 @@ from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
-from tests.backends import tnx_double
 from tests.backends.tnx_plans import tnx_plan
+from tests.doubles import tnx_double
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 MODELS = Path(__file__).parents[1] / "planning" / "models"

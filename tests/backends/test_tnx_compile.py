@@ -16,8 +16,8 @@ from djl_python_neuronx.backends import LoadPlan, tnx
 from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
 from tests.backends.tnx_engine import reference
 from tests.backends.tnx_plans import VARIANTS, tnx_plan
-from tests.device_driver import Driver, assert_same
-from tests.tiny_models import load_reference, save_tiny_model
+from tests.doubles.device_driver import Driver, assert_same
+from tests.doubles.tiny_models import load_reference, save_tiny_model
 
 pytestmark = pytest.mark.tnx
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from djl_python_neuronx.backends import tnx
 from tests.backends.test_tnx_compile import cached_in
 from tests.backends.tnx_plans import tnx_plan
-from tests.device_driver import Driver
+from tests.doubles.device_driver import Driver
 model, cache, compiled = map(Path, sys.argv[1:4])
 backend = tnx.load(cached_in(cache, tnx_plan(model, **eval(sys.argv[4]))), compiled)
 print(Driver(backend).alone([5, 6, 7], 12).tokens)

@@ -16,8 +16,8 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import HostLogits, Step  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
-from tests.device_driver import Driver, assert_same, make_rows  # noqa: E402
-from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
+from tests.doubles.device_driver import Driver, assert_same, make_rows  # noqa: E402
+from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from tests.backends.tnx_plans import CACHE
-from tests.tiny_models import save_tiny_model
+from tests.doubles.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.tnx
 
@@ -26,8 +26,8 @@ from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.errors import ServingError
 from tests.backends.tnx_engine import reference
 from tests.backends.tnx_plans import tnx_plan
-from tests.device_driver import Driver, assert_same
-from tests.tiny_models import load_reference
+from tests.doubles.device_driver import Driver, assert_same
+from tests.doubles.tiny_models import load_reference
 
 FOLDER = Path(sys.argv[1])
 os.environ.pop("NEURON_RT_NUM_CORES")  # tnx_plans gives its tests 8

@@ -29,9 +29,9 @@ from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
-from tests.device_driver import make_rows  # noqa: E402
 from tests.distributions import assert_followed, hugging_face  # noqa: E402
-from tests.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
+from tests.doubles.device_driver import make_rows  # noqa: E402
+from tests.doubles.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

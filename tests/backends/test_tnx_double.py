@@ -31,11 +31,11 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.planning import backend_choice
 from djl_python_neuronx.types import GenerationRequest
-from tests.backends import tnx_double
 from tests.backends.tnx_plans import tnx_plan
-from tests.device_driver import Text
-from tests.mixed_driver import assert_like_alone_in_chunks
-from tests.toy_backend import expected
+from tests.doubles import tnx_double
+from tests.doubles.device_driver import Text
+from tests.doubles.mixed_driver import assert_like_alone_in_chunks
+from tests.doubles.toy_backend import expected
 
 VOCAB_SIZE = 101
 WAYS = [("llama", True), ("llama", False), ("opt", False), ("gpt2", False)]

@@ -21,8 +21,8 @@ from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
-from tests.device_driver import Driver  # noqa: E402
-from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
+from tests.doubles.device_driver import Driver  # noqa: E402
+from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

@@ -18,9 +18,9 @@ from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
-from tests.device_driver import Text, assert_same, make_rows  # noqa: E402
-from tests.mixed_driver import MixedDriver, assert_like_alone_in_chunks  # noqa: E402
-from tests.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
+from tests.doubles.device_driver import Text, assert_same, make_rows  # noqa: E402
+from tests.doubles.mixed_driver import MixedDriver, assert_like_alone_in_chunks  # noqa: E402
+from tests.doubles.tiny_models import load_reference, poison, save_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

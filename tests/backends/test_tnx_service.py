@@ -38,10 +38,10 @@ from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.backends.tnx_plans import CACHE, VARIANTS  # noqa: E402
+from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
+from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
 from tests.test_speculation import assert_top_tokens  # noqa: E402
-from tests.tiny_models import load_reference, save_tiny_model  # noqa: E402
-from tests.toy_tokenizer import TOKENIZER  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

@@ -14,7 +14,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.types import FinishReason, GenerationRequest
-from tests.device_driver import TIE, Text
+from tests.doubles.device_driver import TIE, Text
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-from tests.clients import MODEL
+from tests.clients.sdks import MODEL
 from tests.djl.java import children, tree, wait_until
 
 PING_S = 2.0

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.client_front import forward, front
-from tests.clients import CHECKS, MODEL, check_sagemaker, lmi_body
+from tests.clients.front import forward, front
+from tests.clients.sdks import CHECKS, MODEL, check_sagemaker, lmi_body
 from tests.container.sagemaker import (
     MAX_BODY_BYTES,
     Container,

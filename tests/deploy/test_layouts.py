@@ -8,8 +8,8 @@ import pytest
 
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.planning import machines
-from tests import clients
 from tests.artifacts import folders
+from tests.clients import sdks
 
 MODELS = Path(__file__).parents[1] / "planning" / "models"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -31,7 +31,7 @@ JUMPSTART = {
 
 def with_tokenizer(folder):
     for name in TOKENIZER:
-        shutil.copy(clients.MODEL / name, folder / name)
+        shutil.copy(sdks.MODEL / name, folder / name)
     return folder
 
 
@@ -106,7 +106,7 @@ class TestNeo:
 def jumpstart(path):
     """A model of JumpStart: weights and configuration, the program of another container, facts of the model."""
     path.mkdir(parents=True, exist_ok=True)
-    for file in clients.MODEL.iterdir():
+    for file in sdks.MODEL.iterdir():
         if file.suffix in {".json", ".safetensors"}:
             (path / file.name).hardlink_to(file)
     (path / "code").mkdir()
@@ -207,7 +207,7 @@ def test_a_notebook_on_jumpstarts_folder_gets_its_answers(tmp_path):
     from djl_python_neuronx.server.app import Application
     from djl_python_neuronx.server.models import Model
     from djl_python_neuronx.service import Service
-    from tests.client_front import forward, front
+    from tests.clients.front import forward, front
     from tests.server.test_app import Running
 
     environ = {
@@ -223,18 +223,18 @@ def test_a_notebook_on_jumpstarts_folder_gets_its_answers(tmp_path):
     running = Running(application)
     try:
         with front(forward(running.port)) as url:
-            client, question = clients.sagemaker_client(url), clients.CHECKS[0]
+            client, question = sdks.sagemaker_client(url), sdks.CHECKS[0]
             answer = client.invoke_endpoint(
                 EndpointName="chat",
                 InferenceComponentName="chat",
                 ContentType="application/json",
                 Accept="application/json",
                 CustomAttributes="accept_eula=true",
-                Body=json.dumps(clients.lmi_body(question)),
+                Body=json.dumps(sdks.lmi_body(question)),
             )
             assert json.loads(answer["Body"].read()) == {"generated_text": question["completion"]}
-            kind, text = clients.sagemaker_stream(
-                url, clients.lmi_body(question, stream=True), InferenceComponentName="chat"
+            kind, text = sdks.sagemaker_stream(
+                url, sdks.lmi_body(question, stream=True), InferenceComponentName="chat"
             )
             assert kind == "application/jsonlines"
             lines = [json.loads(line) for line in text.splitlines()]

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from djl_python_neuronx.service import Service
-from tests.client_front import Answer, front
+from tests.clients.front import Answer, front
 from tests.djl.java import ROOT, Java, MavenError, compile_driver, missing_programs
 
 MODEL = ROOT / "examples" / "tiny-llama"
@@ -109,8 +109,8 @@ def write_model(folder, mode, *, workers=1, **options):
 
 
 def write_toy(folder, mode, **options):
-    """A model folder for DJL with the toy backend of `tests.djl_entry`."""
-    lines = ["engine=Python", "option.entryPoint=tests.djl_entry"]
+    """A model folder for DJL with the toy backend of `tests.doubles.djl_entry`."""
+    lines = ["engine=Python", "option.entryPoint=tests.doubles.djl_entry"]
     lines += [f"option.{name}={value}" for name, value in {**MODES[mode], **options}.items()]
     (folder / "serving.properties").write_text("\n".join(lines) + "\n")
     return folder

@@ -10,8 +10,8 @@ import pytest
 
 from tests.djl.conftest import write_toy
 from tests.djl.java import wait_until
-from tests.toy_backend import expected
-from tests.toy_tokenizer import TOKENIZER
+from tests.doubles.toy_backend import expected
+from tests.doubles.toy_tokenizer import TOKENIZER
 
 pytestmark = pytest.mark.djl
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests import clients, hostile
+from tests.clients import hostile, sdks
 from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL, write_model
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -287,19 +287,19 @@ def check_formatted(java, stream):
     assert "input_formatter of model.py failed (KeyError)" in error
 
 
-@pytest.mark.parametrize("ask", clients.CHAT_CLIENTS, ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", sdks.CHAT_CLIENTS, ids=lambda ask: ask.__name__)
 def test_chats_of_clients_are_answered_right(url, ask):
-    few = None if ask in {clients.openai_chat, clients.openai_chat_stream} else 8
-    clients.check_chats(url, ask, few)
+    few = None if ask in {sdks.openai_chat, sdks.openai_chat_stream} else 8
+    sdks.check_chats(url, ask, few)
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        clients.check_sagemaker,
-        clients.check_completions,
-        clients.check_logprobs,
-        clients.check_text_generation,
+        sdks.check_sagemaker,
+        sdks.check_completions,
+        sdks.check_logprobs,
+        sdks.check_text_generation,
     ],
     ids=lambda check: check.__name__,
 )
@@ -309,4 +309,4 @@ def test_clients_get_what_the_embedded_server_gives_them(url, check):
 
 def test_errors_are_those_of_the_openai_client(url, mode):
     """DJL Serving makes the bodies of errors itself where Python's answer is not passed on whole."""
-    clients.check_openai_errors(url, has_shape=mode == "plain")
+    sdks.check_openai_errors(url, has_shape=mode == "plain")

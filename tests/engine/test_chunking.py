@@ -18,8 +18,8 @@ from djl_python_neuronx.engine.runner import Graph
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import IncompatibleOptionsError, PromptTooLongError, StepError
 from djl_python_neuronx.types import FinishReason
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.engine.test_engine import assert_clean, request, run, tokens
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected
 
 SPEC = replace(TOY_SPEC, mixed_steps=True, prefill_buckets=(4, 8, 16), eos_ids=frozenset())
 

@@ -31,7 +31,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 
 EOS = frozenset(TOY_SPEC.eos_ids)
 

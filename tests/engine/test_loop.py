@@ -44,8 +44,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import EngineRequest, FinishReason, GenerationRequest, TokenOutput
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.toy_tokenizer import TOKENIZER
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.doubles.toy_tokenizer import TOKENIZER
 
 PATIENCE_S = 60.0
 """How long a hang lasts before it fails a test; nothing that works waits for its end."""

@@ -31,6 +31,8 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.types import FinishReason, TokenOutput
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.engine.test_loop import (
     LONG,
     PATIENCE_S,
@@ -42,8 +44,6 @@ from tests.engine.test_loop import (
     text,
     wait_until,
 )
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.toy_tokenizer import TOKENIZER
 
 SYSTEM = [5, 6] * BLOCK_TOKENS
 """A prompt of two blocks."""

@@ -17,7 +17,7 @@ from djl_python_neuronx.engine.scheduler import (
 )
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.types import GenerationRequest
-from tests.toy_backend import TOY_SPEC
+from tests.doubles.toy_backend import TOY_SPEC
 
 
 def sequence(name: str, prompt_len: int, arrived_s: float = 0.0) -> Sequence:

@@ -17,8 +17,8 @@ from djl_python_neuronx.artifacts import formats, hub, tensor_files, weights
 from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES
 from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.loading.check import check
-from tests import remote_doubles
 from tests.artifacts import folders
+from tests.doubles import remote_doubles
 
 BYTES = 1 << 30
 """Of memory, beside what is in use before."""

@@ -28,7 +28,7 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
-from tests import remote_doubles
+from tests.doubles import remote_doubles
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(__file__).parents[1] / "planning" / "models"

@@ -20,8 +20,8 @@ from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import plan
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.plan import graph_options
-from tests import remote_doubles
 from tests.artifacts import folders
+from tests.doubles import remote_doubles
 from tests.loading.test_check import INF2, LAPTOP, TINY, folder, printed, run
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

@@ -16,7 +16,7 @@ from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.report import as_json, render
 from djl_python_neuronx.planning.machines import named
-from tests.neuron_machine import TINY
+from tests.doubles.neuron_machine import TINY
 from tests.test_errors import S3
 
 HTTPS = "https://me:DUMMY/pass@host.invalid/x?X-Amz-Signature=DUMMY"

@@ -15,9 +15,9 @@ from djl_python_neuronx.loading import partition
 from djl_python_neuronx.loading.partition import compile_model, pinned
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from tests.config.option_table import TABLE
-from tests.neuron_machine import TINY
+from tests.doubles.neuron_machine import TINY
 
-pytest_plugins = ["tests.neuron_fixtures"]
+pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
 LOCAL = names_where(lambda marker: marker.output == "local")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.neuron_machine import TINY
+from tests.doubles.neuron_machine import TINY
 
-pytest_plugins = ["tests.neuron_fixtures"]
+pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
 ROOT = Path(__file__).parents[2]
 FRONT = """
 import json, os, sys
-from tests import neuron_machine
+from tests.doubles import neuron_machine
 options = json.loads(sys.argv[1])
 if options["model_loader"] == "tnx":
     neuron_machine.place_backend()

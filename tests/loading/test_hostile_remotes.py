@@ -18,7 +18,7 @@ from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.artifacts.folders import tensors
 from tests.artifacts.test_hub import Hub
-from tests.remote_doubles import Quiet, serving
+from tests.doubles.remote_doubles import Quiet, serving
 
 MODEL = "evil/m"
 PAYLOAD = b"import os; os.system('touch pwned')"

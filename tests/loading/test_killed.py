@@ -10,7 +10,7 @@ import pytest
 
 from djl_python_neuronx.artifacts.atomic import flock
 from djl_python_neuronx.loading.failed_loads import FailedLoads
-from tests.neuron_machine import TINY
+from tests.doubles.neuron_machine import TINY
 
 pytest.importorskip("torch", reason="torch is not installed")
 

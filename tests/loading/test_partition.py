@@ -28,10 +28,10 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.service import Service
+from tests.doubles.neuron_machine import GRAPHS, TINY, load
 from tests.known_answers import rounded
-from tests.neuron_machine import GRAPHS, TINY, load
 
-pytest_plugins = ["tests.neuron_fixtures"]
+pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
 BODY = b'{"inputs": "Monday Tuesday Wednesday", "parameters": {"max_new_tokens": 9}}'
 SMALL = {"n_positions": "128", "max_rolling_batch_size": "2", "model_loader": "cpu"}

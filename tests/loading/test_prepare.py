@@ -39,13 +39,13 @@ from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.service import Service
-from tests.artifacts.s3_proxy import wait_until
 from tests.artifacts.test_guard import alive
-from tests.neuron_machine import GRAPHS, TINY, load
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
+from tests.doubles.neuron_machine import GRAPHS, TINY, load
+from tests.doubles.s3_proxy import wait_until
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
 
-pytest_plugins = ["tests.neuron_fixtures"]
+pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
 ROOT = Path(__file__).parents[2]
 CHECKS = TINY / "checks.jsonl"
@@ -415,7 +415,7 @@ def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
 KILLED = """
 import sys
 from pathlib import Path
-from tests import neuron_machine
+from tests.doubles import neuron_machine
 neuron_machine.place_backend()
 from djl_python_neuronx.service import Service
 Service.load(None, Path(sys.argv[1]), overrides=dict(pair.split("=", 1) for pair in sys.argv[2:]))

@@ -14,11 +14,11 @@ pytest.importorskip("moto.server", reason="moto[server] is not installed")
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
-from tests.artifacts.s3_rig import KEYS
 from tests.artifacts.test_hub import Hub
-from tests.neuron_machine import GRAPHS, TINY, load
+from tests.doubles.neuron_machine import GRAPHS, TINY, load
+from tests.doubles.s3_rig import KEYS
 
-pytest_plugins = ["tests.artifacts.s3_fixtures", "tests.neuron_fixtures"]
+pytest_plugins = ["tests.doubles.s3_fixtures", "tests.doubles.neuron_fixtures"]
 
 CPU = {
     "model_loader": "cpu",

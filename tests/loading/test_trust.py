@@ -23,10 +23,10 @@ from djl_python_neuronx.loading.partition import compile_model, partition
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.service import Service
-from tests import remote_doubles
-from tests.neuron_machine import TINY
+from tests.doubles import remote_doubles
+from tests.doubles.neuron_machine import TINY
 
-pytest_plugins = ["tests.neuron_fixtures"]
+pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
 KEYS = {
     "HF_TOKEN": "hf_operator",

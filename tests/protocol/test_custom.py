@@ -31,12 +31,12 @@ from djl_python_neuronx.protocol.djl_doors import (  # noqa: E402
 from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.types import FinishReason, GenerationRequest  # noqa: E402
-from tests import djl_engine_double  # noqa: E402
 from tests.djl.java import ROOT, MavenError, missing_programs, released_jars  # noqa: E402
-from tests.djl_peer import PATIENCE_S, decode_record  # noqa: E402
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
-from tests.toy_service import toy_service  # noqa: E402
-from tests.toy_tokenizer import TOKENIZER  # noqa: E402
+from tests.doubles import djl_engine_double  # noqa: E402
+from tests.doubles.djl_peer import PATIENCE_S, decode_record  # noqa: E402
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
+from tests.doubles.toy_service import toy_service  # noqa: E402
+from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 
 SECRET = "<77>"
 """A prompt that no log may have."""

@@ -20,13 +20,14 @@ from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.protocol import djl
 from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
 from djl_python_neuronx.service import TEXT_THREADS
-from tests import djl_engine_double, hostile
-from tests.djl_engine_double import Input
-from tests.djl_peer import PATIENCE_S, decode_record
+from tests.clients import hostile
+from tests.doubles import djl_engine_double
+from tests.doubles.djl_engine_double import Input
+from tests.doubles.djl_peer import PATIENCE_S, decode_record
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.doubles.toy_service import toy_service
+from tests.doubles.toy_tokenizer import TOKENIZER, PanickingTokenizer, ToyTokenizer
 from tests.protocol.wire_schemas import SCHEMAS
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.toy_service import toy_service
-from tests.toy_tokenizer import TOKENIZER, PanickingTokenizer, ToyTokenizer
 
 CROSSING_S = 0.02
 """A step that is so slow that an abort reaches the engine long before a sequence of a hundred tokens ends."""

@@ -30,7 +30,7 @@ from djl_python_neuronx.protocol.base import (
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
-from tests.toy_tokenizer import TOKENIZER
+from tests.doubles.toy_tokenizer import TOKENIZER
 
 
 def parse(payload: object, **context: Any) -> ParsedRequest:

@@ -33,9 +33,9 @@ from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.parameters import Only, default_parameters
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from tests.doubles.toy_backend import TOY_SPEC
+from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
 from tests.protocol.wire_schemas import SCHEMAS
-from tests.toy_backend import TOY_SPEC
-from tests.toy_tokenizer import TOKENIZER, ToyTokenizer
 
 USER = {"role": "user", "content": "<5><6>"}
 OPTIONS = ServingOptions(model_name="toy,other,toy")

@@ -41,10 +41,10 @@ from djl_python_neuronx.server.app import (  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
-from tests import hostile  # noqa: E402
-from tests.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
-from tests.toy_service import toy_service  # noqa: E402
-from tests.toy_tokenizer import TOKENIZER  # noqa: E402
+from tests.clients import hostile  # noqa: E402
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
+from tests.doubles.toy_service import toy_service  # noqa: E402
+from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 
 PATIENCE_S = 120.0
 """How long a hang lasts before it fails a test; nothing that works waits for its end."""

@@ -17,11 +17,11 @@ from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.keys import read_keys
 from djl_python_neuronx.server.models import Model
 from djl_python_neuronx.service import Service
-from tests import clients
-from tests.client_front import forward, front
+from tests.clients import sdks
+from tests.clients.front import forward, front
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
 from tests.server.test_app import Running
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def server() -> Iterator[Running]:
     application = Application(Model("tiny"))
     application.models[0].service = Service.load(
         None,
-        clients.MODEL,
+        sdks.MODEL,
         environ={},
         overrides={
             "model_loader": "cpu",
@@ -51,59 +51,59 @@ def url(server: Running) -> Iterator[str]:
 
 
 def test_sagemaker(url: str) -> None:
-    clients.check_sagemaker(url)
+    sdks.check_sagemaker(url)
 
 
 def test_a_stream_that_breaks_is_an_error_of_sagemakers_client(server: Running, url: str) -> None:
-    body = clients.lmi_body({"prompt": clients.COUNT, "max_new_tokens": 500}, stream=True)
+    body = sdks.lmi_body({"prompt": sdks.COUNT, "max_new_tokens": 500}, stream=True)
     body["parameters"]["ignore_eos"] = True
-    answer = clients.sagemaker_client(url).invoke_endpoint_with_response_stream(
+    answer = sdks.sagemaker_client(url).invoke_endpoint_with_response_stream(
         EndpointName="tiny", ContentType="application/json", Body=json.dumps(body)
     )
     events = iter(answer["Body"])
     assert next(events)["PayloadPart"]["Bytes"]
     for connection in list(server._server.server_state.connections):
         connection.loop.call_soon_threadsafe(connection._raw.abort)
-    with pytest.raises(clients.ClientError, match="ModelStreamError"):
+    with pytest.raises(sdks.ClientError, match="ModelStreamError"):
         list(events)
 
 
-@pytest.mark.parametrize("ask", clients.CHAT_CLIENTS, ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", sdks.CHAT_CLIENTS, ids=lambda ask: ask.__name__)
 def test_chats_are_answered_right(url: str, ask: Any) -> None:
-    clients.check_chats(url, ask)
+    sdks.check_chats(url, ask)
 
 
 def test_completions(url: str) -> None:
-    clients.check_completions(url)
+    sdks.check_completions(url)
 
 
 def test_logprobs(url: str) -> None:
-    clients.check_logprobs(url)
+    sdks.check_logprobs(url)
 
 
 def test_openai_errors(url: str) -> None:
-    clients.check_openai_errors(url)
+    sdks.check_openai_errors(url)
 
 
 def test_openai_models_and_raw_responses(server: Running) -> None:
-    client = clients.openai_client(server.url)
+    client = sdks.openai_client(server.url)
     (model,) = client.models.list().data
     assert (model.id, model.object) == ("tiny", "model")
     assert client.models.retrieve("tiny") == model
-    with pytest.raises(clients.openai.NotFoundError) as unknown:
+    with pytest.raises(sdks.openai.NotFoundError) as unknown:
         client.models.retrieve("other")
     assert unknown.value.code == "model_not_found"
-    with pytest.raises(clients.openai.NotFoundError) as missing:
+    with pytest.raises(sdks.openai.NotFoundError) as missing:
         client.embeddings.create(model="tiny", input="a")
     assert missing.value.type == "invalid_request_error"
-    check = clients.CHATS[0]
+    check = sdks.CHATS[0]
     raw = client.chat.completions.with_raw_response.create(
-        model="tiny", extra_headers={"x-request-id": "mine"}, **clients.chat_body(check)
+        model="tiny", extra_headers={"x-request-id": "mine"}, **sdks.chat_body(check)
     )
     assert (raw.status_code, raw.request_id) == (200, "mine")
     assert raw.parse().choices[0].message.content == check["completion"]
     with client.chat.completions.with_streaming_response.create(
-        model="tiny", stream=True, **clients.chat_body(check)
+        model="tiny", stream=True, **sdks.chat_body(check)
     ) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
@@ -115,21 +115,21 @@ def test_a_wrong_key_is_an_authentication_error() -> None:
     application = Application(Model("toy"))
     application.models[0].service = toy_service(ToyBackend(TOY_SPEC))
     keyed = Running(application, api_keys=read_keys(None, "right"))
-    with pytest.raises(clients.openai.AuthenticationError) as refused:
-        clients.openai_client(keyed.url, "wrong").models.list()
+    with pytest.raises(sdks.openai.AuthenticationError) as refused:
+        sdks.openai_client(keyed.url, "wrong").models.list()
     assert refused.value.code == "invalid_api_key"
-    (model,) = clients.openai_client(keyed.url, "right").models.list().data
+    (model,) = sdks.openai_client(keyed.url, "right").models.list().data
     assert model.id == "toy"
     keyed.close()
     application.models[0].service.close()
 
 
 def test_text_generation(url: str) -> None:
-    clients.check_text_generation(url)
+    sdks.check_text_generation(url)
 
 
 def test_text_generation_has_tgis_details_and_errors(server: Running) -> None:
-    client, check = clients.hub_client(server.url), clients.CHECKS[0]
+    client, check = sdks.hub_client(server.url), sdks.CHECKS[0]
     num_tokens = check["max_new_tokens"]
     whole = client.text_generation(
         check["prompt"],

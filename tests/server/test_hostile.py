@@ -34,6 +34,9 @@ from djl_python_neuronx.server import app, http
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
 from djl_python_neuronx.service import TEXT_THREADS
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
+from tests.doubles.toy_tokenizer import PanickingTokenizer, ToyTokenizer
 from tests.server.test_app import (
     CROSSING_S,
     PATIENCE_S,
@@ -44,9 +47,6 @@ from tests.server.test_app import (
     num_descriptors,
     wait_until,
 )
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
-from tests.toy_tokenizer import PanickingTokenizer, ToyTokenizer
 
 SHORT_S = 0.2
 """A time limit that a test waits for."""
@@ -843,9 +843,9 @@ from djl_python_neuronx.server.app import Server, serve
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.models import Model
 from djl_python_neuronx.telemetry import setup_logging
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
-from tests.toy_tokenizer import ToyTokenizer
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
+from tests.doubles.toy_tokenizer import ToyTokenizer
 port, drain, state = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 setup_logging()
 spec, step_s = TOY_SPEC, 0.02 if state == "burst" else 0.05

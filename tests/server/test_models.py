@@ -21,10 +21,10 @@ from djl_python_neuronx.errors import BackendError, BackendUnavailableError, Ste
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
 from djl_python_neuronx.service import Service
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
+from tests.doubles.toy_tokenizer import ToyTokenizer
 from tests.server.test_app import PATIENCE_S, Running, answer, body, http, wait_until
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
-from tests.toy_tokenizer import ToyTokenizer
 
 NAMES = ("a", "b")
 

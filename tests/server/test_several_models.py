@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from tests.backends.tnx_engine import reference  # noqa: E402
-from tests.tiny_models import load_reference  # noqa: E402
+from tests.doubles.tiny_models import load_reference  # noqa: E402
 
 PATIENCE_S = 120.0
 """How long a hang lasts before it fails a test; nothing that works waits for its end."""

@@ -34,12 +34,12 @@ from djl_python_neuronx.errors import ArtifactError, TextLimitError
 from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW, TokenizerProcess
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Model
-from tests import toy_service as toys
 from tests.artifacts import tokenizer_folders as folders
+from tests.doubles import toy_service as toys
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
+from tests.doubles.toy_tokenizer import ToyTokenizer
 from tests.server.test_app import CROSSING_S, PATIENCE_S, Running, answer
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
-from tests.toy_tokenizer import ToyTokenizer
 
 LIMIT_S = 3.0
 MESSAGES = [

@@ -1,6 +1,6 @@
 """Calls of existing clients and the answers that they must get: checks for every door that serves the example model.
 
-`url` is that of an HTTP server with SageMaker's API beside OpenAI's and TGI's routes (`tests.client_front`), and the
+`url` is that of an HTTP server with SageMaker's API beside OpenAI's and TGI's routes (`tests.clients.front`), and the
 model's name is `tiny`.
 """
 
@@ -22,7 +22,7 @@ openai = pytest.importorskip("openai", reason="needs openai")
 from botocore.config import Config  # noqa: E402
 from botocore.exceptions import ClientError  # noqa: E402
 
-MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
+MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
 CHATS = [json.loads(line) for line in (MODEL / "chat_checks.jsonl").read_text().splitlines()]
 CHECKS = [json.loads(line) for line in (MODEL / "checks.jsonl").read_text().splitlines()]
 NUM_CLIENTS = 8

@@ -10,7 +10,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.service import Service
 
 FOLDER = Path(__file__).parent / "neuron_double"
-TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 GRAPHS = ["prefill-64.neff", "prefill-128.neff", "decode-128.neff"]
 """Graphs that the double compiles with `options`."""
 

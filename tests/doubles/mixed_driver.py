@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from djl_python_neuronx.backends.base import Backend, Step, Want
-from tests.device_driver import Driver, Text, assert_same, logits_of, make_rows
+from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows
 
 NUM_SEQUENCES = 16
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.toy_backend import toy_logits
+from tests.doubles.toy_backend import toy_logits
 
 NEFF = "0123456789abcdef0123.neff"
 CALLS: dict[str, dict[str, object]] = {}

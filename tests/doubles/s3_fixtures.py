@@ -8,8 +8,8 @@ import boto3
 import pytest
 from moto import server as moto_server
 
-from tests.artifacts.s3_proxy import S3Proxy
-from tests.artifacts.s3_rig import make_small_and_quick
+from tests.doubles.s3_proxy import S3Proxy
+from tests.doubles.s3_rig import make_small_and_quick
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.service import Service
-from tests.toy_tokenizer import TOKENIZER
+from tests.doubles.toy_tokenizer import TOKENIZER
 
 
 def toy_service(

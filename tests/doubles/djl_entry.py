@@ -12,8 +12,8 @@ from pathlib import Path
 
 from djl_python_neuronx import djl_process, errors, handler
 from djl_python_neuronx.service import Service
-from tests.toy_backend import TOY_SPEC, ToyBackend
-from tests.toy_service import toy_service
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
+from tests.doubles.toy_service import toy_service
 
 load_model = Service.load
 _backends = []

@@ -26,9 +26,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.djl_engine_double import TRACKING_ID, Connection, encoded_string
+from tests.doubles.djl_engine_double import TRACKING_ID, Connection, encoded_string
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOUBLE = Path(__file__).with_name("djl_engine_double.py")
 STARTUP_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.toy_backend import toy_logits
+from tests.doubles.toy_backend import toy_logits
 
 PACKAGE = "neuronx_distributed_inference"
 CONFIG, GRAPHS = "neuron_config.json", "model.pt"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from djl_python_neuronx import backends
-from tests.neuron_machine import FOLDER, Machine, place_backend
+from tests.doubles.neuron_machine import FOLDER, Machine, place_backend
 
 
 @pytest.fixture

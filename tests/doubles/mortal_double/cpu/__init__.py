@@ -15,7 +15,7 @@ from pathlib import Path
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.backends.plan import LoadPlan
-from tests.toy_backend import ToyBackend
+from tests.doubles.toy_backend import ToyBackend
 
 FOLDER = Path(os.environ.get("MORTAL", "/nonexistent"))
 
