@@ -110,13 +110,13 @@ class RingBackend:
         self._left_ns = time.perf_counter_ns() if full else None
         return HostLogits(values)
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
         """Nothing is cached."""
         return 0
 
-    def fork(self, slot: int, into: int) -> None:
-        """It cannot."""
-        raise NotImplementedError
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+        """Nothing is cached."""
+        return 0
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to do."""

@@ -75,7 +75,6 @@ class ModelSpec:
     """Cache columns that a sequence takes at a time, for `cache_buckets`."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
-    can_fork: bool = False
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
 
@@ -188,19 +187,23 @@ class Backend(Protocol):
             BackendError: the step failed; `fatal` if the backend is lost.
         """
 
+    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
+        """Return how many tokens of a prompt are in the cache, so that its prefill need not run them.
+
+        The engine chooses the prompt's slot and bucket by it, and then acquires the slot. At most all but the last
+        token, which gives the first new one. A look-up without a device call; never raises.
+        """
+
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Reserve a slot for a prompt.
 
-        Returns how many of its tokens are already in the cache: at most all but the last, which gives the first new
-        token.
+        Returns how many of its tokens the slot has in the cache now: as `cached`, unless another prompt that was
+        acquired since has taken their place.
 
         Raises:
             StepError, DeviceMemoryError: the device failed; nothing is reserved.
             BackendError: the backend refuses this prompt; nothing is reserved.
         """
-
-    def fork(self, slot: int, into: int) -> None:
-        """Copy a slot's cache; only where `ModelSpec.can_fork`."""
 
     def release(self, slots: Sequence[int]) -> None:
         """End the sequences of these slots."""

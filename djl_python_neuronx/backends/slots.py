@@ -40,14 +40,14 @@ class SlotBackend:
         """Facts of the loaded model; constant."""
         return self._spec
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
         """Return 0: no prefix is ever reused."""
-        self._filled[slot] = 0
         return 0
 
-    def fork(self, slot: int, into: int) -> None:
-        """Refuse: `can_fork` is false."""
-        refuse(f"a fork of slot {slot} into {into}", f"none: the {self.name} backend cannot fork")
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        """Empty a slot for a prompt."""
+        self._filled[slot] = 0
+        return self.cached(prompt_ids, adapter)
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots; a decode of an empty slot is refused."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from djl_python_neuronx.backends.base import (
     Float32Array,
     HostLogits,
     Int32Array,
-    Rows,
     Step,
     StepOutput,
     Want,
@@ -57,6 +55,18 @@ class StepResult(NamedTuple):
     """The graph that ran and its tokens; None if nothing ran, or it failed."""
 
 
+class _Output(NamedTuple):
+    """The output of a batch."""
+
+    sampled: list[tuple[int, Sequence]]
+    """See `Batch.sampled`."""
+    token_ids: Int32Array
+    """int32[B, K]: the tokens of each row; -1: none."""
+    logits: Float32Array | None
+    """float32[B, K, V], where the backend gives them."""
+    info: StepInfo
+
+
 class Engine:
     """Continuous batching over one backend. Synchronous, token ids only; all methods belong to one thread."""
 
@@ -76,7 +86,12 @@ class Engine:
         self._backend = backend
         scheduling = ChunkScheduler if self.spec.mixed_steps else Scheduler
         self._scheduler = scheduling(
-            self.spec, decode_interleave=decode_interleave, max_join_wait_s=max_join_wait_s
+            self.spec,
+            decode_interleave=decode_interleave,
+            max_join_wait_s=max_join_wait_s,
+            cached=lambda waiting: backend.cached(
+                waiting.request.prompt_ids, waiting.request.adapter
+            ),
         )
         self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
@@ -173,35 +188,19 @@ class Engine:
         if self.dead is not None:
             return StepResult([])
         batch = self._scheduler.schedule()
-        outputs = self._admit(batch) if batch.entering else []
+        refused = self._admit(batch) if batch.entering else []
         if self.dead is not None or not batch:
-            return StepResult(outputs)
+            return StepResult(refused)
         try:
-            decoding = [] if batch.chunks else batch.decoding
-            proposal = self._speculator.propose(decoding, self._sampler, min_drafts)
-            step, length = self._batcher.fill(batch, proposal.drafts)
-            output, info = self.runner.run(step, length)
-            sampled = batch.sampled
-            token_ids, place = self._sample(step, output, info.rows, sampled)
+            output = self._run(batch, min_drafts)
         except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
-            return StepResult(outputs + self._fail_call(batch.sequences, error))
-        self._failed_steps = 0
-        outputs += self._advance(batch, sampled, token_ids, output)
-        info = info._replace(place=place if sampled else None)
-        if proposal.seconds:
-            info = info._replace(draft_s=proposal.seconds, draft_error=proposal.error)
-        if info.kind == "verification":
-            # Each output has one token that needs no draft.
-            accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
-            info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
-        return StepResult(outputs, info)
+            failures = [(sequence, translate(error)) for sequence in batch.sequences]
+            return StepResult(refused + self._fail_all(failures))
+        outputs, info = self._advance(batch, output)
+        return StepResult(refused + outputs, info)
 
     def _admit(self, batch: Batch) -> list[TokenOutput]:
-        """Acquire the slots of new sequences; one that the backend refuses leaves alone.
-
-        While no sequence runs, a device fault here counts as a failed step; a refused prompt, which is another kind
-        of error, never does. If the engine dies of it, none gets an output, see `_fail_call`.
-        """
+        """Acquire the slots of new sequences; one that the backend refuses leaves alone."""
         if self._entering is not None:
             self._entering([sequence.request_id for sequence in batch.entering])
         failures: list[tuple[Sequence, BackendError]] = []
@@ -214,20 +213,28 @@ class Engine:
             except Exception as error:  # noqa: BLE001  (a border, see step)
                 batch.drop(sequence)
                 failures.append((sequence, translate(error)))
-                continue
-            sampling, default = request.sampling, self.spec.default_top_k
-            if default and not sampling.top_k:
-                # On the host too: logprobs must not change what a request's tokens are drawn from.
-                sampling = replace(sampling, top_k=default)
-            self._sampler.assign(slot, sampling, request.prompt_ids, sequence.seed)
-        if not failures:
-            return []
-        errors = [error for _, error in failures]
-        worst = max(errors, key=lambda one: (one.fatal, isinstance(one, _DEVICE_FAULTS)))
-        counts = isinstance(worst, _DEVICE_FAULTS) and self.num_running == len(failures)
-        self._fail_call([], worst, counts=counts)
-        lost = failures if self.dead is None else []
-        return [self._fail(sequence, error, acquired=False) for sequence, error in lost]
+            else:
+                self._sampler.assign(slot, sequence.sampling, request.prompt_ids, sequence.seed)
+        return self._fail_all(failures, acquired=False) if failures else []
+
+    def _run(self, batch: Batch, min_drafts: int) -> _Output:
+        """Propose drafts, run the batch on the device, and sample its tokens.
+
+        Raises:
+            Exception: any error of the backend.
+            StepError: the output has another shape than the step wanted.
+        """
+        decoding = [] if batch.chunks else batch.decoding
+        proposal = self._speculator.propose(decoding, self._sampler, min_drafts)
+        step, length = self._batcher.fill(batch, proposal.drafts)
+        output, info = self.runner.run(step, length)
+        sampled = batch.sampled
+        token_ids, place = self._sample(step, output, info.rows, sampled)
+        logits = output.values if isinstance(output, HostLogits) else output.logits
+        info = info._replace(
+            place=place if sampled else None, draft_s=proposal.seconds, draft_error=proposal.error
+        )
+        return _Output(sampled, token_ids, logits, info)
 
     def _sample(
         self, step: Step, output: StepOutput, count: int, sampled: list[tuple[int, Sequence]]
@@ -237,53 +244,38 @@ class Engine:
         Raises:
             StepError: the output has another shape than the step wanted.
         """
-        parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        vocab_size = self.spec.vocab_size
+        parts = [rows for _, rows in step.parts]
         if isinstance(output, DeviceTokens):
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
             if not any(Want.LOGITS in part.wants for part in parts):
                 return output.ids, "device"
-            logits = np.empty(0, np.float32) if output.logits is None else output.logits
-            require_shape(logits.shape, (count, 1, vocab_size))
             rows = [row for row, sequence in sampled if sequence.on_host]
             tokens = output.ids.copy()
-            self._sample_rows(logits, parts, rows, tokens)
-            return tokens, "host" if len(rows) == len(sampled) else "mixed"
-        values = output.values
+            logits = np.empty(0, np.float32) if output.logits is None else output.logits
+        else:
+            rows = [row for row, _ in sampled]
+            tokens, logits = np.full((count, 1), -1, np.int32), output.values
         if parts[-1].wants == Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
-            columns = max(values.shape[1], int(parts[-1].lens.max()))
-            require_shape(values.shape, (count, columns, vocab_size))
-            return verify(self._sampler, values, parts[-1]), "host"
-        if sampled:
-            require_shape(values.shape, (count, 1, vocab_size))
-        if len(sampled) == count == len(parts[0].slots):
-            slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
-            return self._sampler.sample(values[:, 0], slots, positions)[:, None], "host"
-        tokens = np.full((count, 1), -1, np.int32)
-        if sampled:
-            self._sample_rows(values, parts, [row for row, _ in sampled], tokens)
-        return tokens, "host"
+            columns = max(logits.shape[1], int(parts[-1].lens.max()))
+            require_shape(logits.shape, (count, columns, self.spec.vocab_size))
+            return verify(self._sampler, logits, parts[-1]), "host"
+        if rows:
+            require_shape(logits.shape, (count, 1, self.spec.vocab_size))
+            slots = np.concatenate([part.slots for part in parts])
+            positions = np.concatenate([part.starts + part.lens for part in parts])
+            # All rows are sampled from a view of their logits.
+            chosen = slice(None) if len(rows) == count else rows
+            drawn = self._sampler.sample(logits[chosen, 0], slots[chosen], positions[chosen])
+            tokens[chosen, 0] = drawn
+        return tokens, "host" if len(rows) == len(sampled) else "mixed"
 
-    def _sample_rows(
-        self, logits: Float32Array, parts: list[Rows], rows: list[int], tokens: Int32Array
-    ) -> None:
-        """Write the tokens of these rows, sampled on the host, into `tokens`."""
-        slots = np.concatenate([part.slots for part in parts])[rows]
-        positions = np.concatenate([part.starts + part.lens for part in parts])[rows]
-        tokens[rows, 0] = self._sampler.sample(logits[rows, 0], slots, positions)
-
-    def _advance(
-        self,
-        batch: Batch,
-        sampled: list[tuple[int, Sequence]],
-        token_ids: Int32Array,
-        output: StepOutput,
-    ) -> list[TokenOutput]:
+    def _advance(self, batch: Batch, output: _Output) -> StepResult:
         """Give each sequence its tokens, and end those that are complete."""
+        sampled, token_ids, values, info = output
+        self._failed_steps = 0
         self._batcher.advance(batch, token_ids)
         self._scheduler.advance(batch)
-        values = output.values if isinstance(output, HostLogits) else output.logits
         rows = token_ids.tolist()
         outputs: list[TokenOutput] = []
         for row, sequence in sampled:
@@ -301,7 +293,11 @@ class Engine:
             outputs.append(TokenOutput(request.request_id, taken, reason, None, logits, top))
             if reason is not None:
                 self._end(sequence)
-        return outputs
+        if info.kind == "verification":
+            # Each output has one token that needs no draft.
+            accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
+            info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
+        return StepResult(outputs, info)
 
     def _end(self, sequence: Sequence, *, acquired: bool = True) -> None:
         slot = sequence.slot
@@ -322,25 +318,30 @@ class Engine:
         self._end(sequence, acquired=acquired)
         return TokenOutput(sequence.request_id, (), FinishReason.ERROR, error)
 
-    def _fail_call(
-        self, sequences: list[Sequence], error: Exception, *, counts: bool = True
+    def _fail_all(
+        self, failures: list[tuple[Sequence, BackendError]], *, acquired: bool = True
     ) -> list[TokenOutput]:
-        """Fail the sequences of a failed device call.
+        """Fail the sequences of a failed device call or, unless `acquired`, those that got no slot.
 
-        After a fatal error, or `MAX_FAILED_STEPS` that count in a row, the engine is dead, and no sequence gets an
-        output: another engine may run it.
+        These count as a failed step while no other sequence runs and if the device failed; a refused prompt, which is
+        another kind of error, never does. After a fatal error, or `MAX_FAILED_STEPS` in a row, the engine is dead, and
+        no sequence gets an output: another engine may run it.
         """
-        if counts:
+        worst = max(
+            (error for _, error in failures),
+            key=lambda one: (one.fatal, isinstance(one, _DEVICE_FAULTS)),
+        )
+        alone = self.num_running == len(failures)
+        if acquired or (alone and isinstance(worst, _DEVICE_FAULTS)):
             self._failed_steps += 1
             logger.error(
                 "step_failed rows=%d failures_in_a_row=%d",
-                len(sequences),
+                len(failures),
                 self._failed_steps,
-                exc_info=error,
+                exc_info=worst,
             )
         self._batcher.forget()
-        failure = translate(error)
-        if failure.fatal or self._failed_steps >= MAX_FAILED_STEPS:
-            self.dead = failure
+        if worst.fatal or self._failed_steps >= MAX_FAILED_STEPS:
+            self.dead = worst
             return []
-        return [self._fail(sequence, translate(error)) for sequence in sequences]
+        return [self._fail(sequence, error, acquired=acquired) for sequence, error in failures]

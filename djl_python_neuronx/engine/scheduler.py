@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
     @property
     def is_last(self) -> bool:
         """True if the prompt ends with it, so that a token follows."""
-        return self.sequence.num_cached + self.num_tokens >= self.sequence.prompt_len
+        return self.num_tokens >= self.sequence.num_uncached
 
 
 @dataclass
@@ -154,8 +154,7 @@ class Scheduler:
 
     Where a new sequence costs every running one a re-prefill (`ModelSpec.joins`), waiting sequences gather while others
     run: until they fill the free slots, but none for longer than `max_join_wait_s` since it arrived, after the
-    decode steps that are owed. They join in one call, whatever their buckets. `clock` returns seconds, on the scale of
-    `Sequence.arrived_s`.
+    decode steps that are owed. They join in one call, whatever their buckets.
     """
 
     def __init__(
@@ -164,8 +163,10 @@ class Scheduler:
         *,
         decode_interleave: int = 1,
         max_join_wait_s: float = 0.0,
+        cached: Callable[[Sequence], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Nothing waits. `cached`: see `Backend`. `clock` returns seconds, on the scale of `Sequence.arrived_s`."""
         self.slots = SlotPool(spec.num_slots)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
@@ -174,6 +175,7 @@ class Scheduler:
         self._reprefills = spec.joins == "reprefill"
         self._decode_interleave = decode_interleave
         self._max_join_wait_s = max_join_wait_s
+        self._cached = cached
         self._clock = clock
         self._decodes_owed = 0
         self._entered: list[Sequence] = []
@@ -232,22 +234,30 @@ class Scheduler:
         They share it if their bucket is the head's; with re-prefill all do. A sequence is overtaken only while a slot
         is left for it: another sequence in the same call costs it nothing, losing its slot would.
         """
-        buckets = self._spec.prefill_buckets
-        head_bucket = choose_bucket(self.waiting.head.prompt_len, buckets)
+        head_bucket = self._bucket(self.waiting.head)
         most = min(self._spec.max_prefill_batch, self.slots.num_free)
         chosen: list[Sequence] = []
         passed_over = 0
         for sequence in self.waiting:
             if len(chosen) == most or len(chosen) + passed_over == self.slots.num_free:
                 break
-            if self._reprefills or choose_bucket(sequence.prompt_len, buckets) == head_bucket:
+            if self._reprefills or self._bucket(sequence) == head_bucket:
                 chosen.append(sequence)
             else:
                 passed_over += 1
         for sequence in chosen:
-            self.waiting.take(sequence)
-            sequence.slot = self.slots.take()
+            self._enter(sequence)
         return chosen
+
+    def _bucket(self, sequence: Sequence) -> int:
+        """The bucket of a waiting prompt, without the tokens that are in the cache."""
+        sequence.num_cached = self._cached(sequence)
+        return choose_bucket(sequence.num_uncached, self._spec.prefill_buckets)
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Give a waiting sequence its slot."""
+        self.waiting.take(sequence)
+        sequence.slot = self.slots.take()
 
 
 class ChunkScheduler(Scheduler):
@@ -270,8 +280,8 @@ class ChunkScheduler(Scheduler):
                 budget -= chunks[-1].num_tokens
         while budget > 0 and self.waiting and self.slots.num_free:
             sequence = self.waiting.head
-            self.waiting.take(sequence)
-            sequence.slot = self.slots.take()
+            sequence.num_cached = self._cached(sequence)
+            self._enter(sequence)
             self._entered.append(sequence)
             chunks.append(_chunk(sequence, budget))
             budget -= chunks[-1].num_tokens
@@ -280,4 +290,4 @@ class ChunkScheduler(Scheduler):
 
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    return Chunk(sequence, min(sequence.prompt_len - sequence.num_cached, budget))
+    return Chunk(sequence, min(sequence.num_uncached, budget))

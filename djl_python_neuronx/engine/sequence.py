@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.limits import sampled_on_host
@@ -22,8 +23,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.num_cached = 0
         """Prompt tokens in the cache: those that the backend already had, then every chunk that has run."""
-        seed, wanted = request.sampling.seed, request.max_new_tokens
-        self.seed = secrets.randbits(63) if seed is None else seed
+        sampling, wanted = request.sampling, request.max_new_tokens
+        self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        # On the host too: logprobs must not change what a request's tokens are drawn from.
+        self.sampling = replace(sampling, top_k=sampling.top_k or spec.default_top_k or 0)
         self.arrived_s = time.monotonic()
         eos_ids: frozenset[int] = frozenset() if request.ignore_eos else spec.eos_ids
         self.stop_ids = request.stop_token_ids | eos_ids
@@ -45,6 +48,11 @@ class Sequence:
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_ids)
+
+    @property
+    def num_uncached(self) -> int:
+        """Prompt tokens that a prefill must still run."""
+        return self.prompt_len - self.num_cached
 
     @property
     def next_position(self) -> int:

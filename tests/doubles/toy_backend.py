@@ -114,8 +114,12 @@ class ToyBackend:
         """Slots that were acquired and not released."""
         return frozenset(self._acquired)
 
+    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
+        """0: nothing is ever in the cache already."""
+        return 0
+
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Reserve a free slot; nothing is ever in the cache already."""
+        """Reserve a free slot."""
         self._require(
             0 <= slot < self.spec.num_slots, f"slot {slot} of {self.spec.num_slots} was acquired"
         )
@@ -123,17 +127,7 @@ class ToyBackend:
         self._require(len(prompt_ids) > 0, f"slot {slot} was acquired for an empty prompt")
         self._require(0 <= adapter < len(self.spec.adapters), f"adapter {adapter} does not exist")
         self._acquired.add(slot)
-        return 0
-
-    def fork(self, slot: int, into: int) -> None:
-        """Copy a row; only with `can_fork`."""
-        self._require(self.spec.can_fork, "fork was called on a model that cannot")
-        self._require(
-            slot in self._live and into in self._acquired, f"slot {slot} was forked into {into}"
-        )
-        self._cache[into] = self._cache[slot]
-        self._filled[into] = self._filled[slot]
-        self._live.add(into)
+        return self.cached(prompt_ids, adapter)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots; their rows become garbage."""

@@ -159,6 +159,17 @@ def test_prompts_of_one_bucket_share_a_call() -> None:
     assert [s.slot for s in prefill.sequences] == [0, 1, 2]
 
 
+def test_tokens_in_the_cache_take_no_room_of_a_bucket() -> None:
+    known = {"b": 13}
+    scheduler = Scheduler(
+        replace(TOY_SPEC, num_slots=8, max_prefill_batch=4),
+        cached=lambda one: known.get(one.request_id, 0),
+    )
+    for name, length in (("a", 5), ("b", 20), ("c", 20)):
+        scheduler.add(sequence(name, length))
+    assert names(run(scheduler)) == ["a", "b"], "7 tokens of b, 20 of c"
+
+
 def test_nobody_loses_a_slot_to_those_behind() -> None:
     scheduler = Scheduler(replace(TOY_SPEC, num_slots=2, max_prefill_batch=4))
     for name, length in (("a", 5), ("b", 20), ("c", 5)):

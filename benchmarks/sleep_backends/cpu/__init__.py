@@ -122,13 +122,13 @@ class SleepBackend:
             logits = self._answers.after(rows.slots, rows.input_ids, fresh=fresh, lens=rows.lens)
         return HostLogits(logits)
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
         """Nothing is cached."""
         return 0
 
-    def fork(self, slot: int, into: int) -> None:
-        """It cannot."""
-        raise NotImplementedError
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
+        """Nothing is cached."""
+        return 0
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to do."""
