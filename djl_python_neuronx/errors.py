@@ -38,7 +38,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 _USERINFO = re.compile(
     # A secret key can hold slashes. No bucket has a colon; an `arn:` has. A path has one of the two slashes left.
@@ -290,14 +290,24 @@ def kinds(root: type[ServingError]) -> list[type[ServingError]]:
     return found
 
 
-def revive(code: str, message: str) -> ServingError:
-    """Return an error of another process: of the class with this code, without the attributes that its `__init__` sets.
+def to_json(error: ServingError) -> dict[str, Any]:
+    """Return the code, the message and the attributes of an error: arguments of `revive` in another process.
 
-    A `ServingError` if no class has the code.
+    Of a `ConfigError` the listed problems stay behind: the message has them.
+    """
+    public = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    return {"code": error.code, "message": str(error), **public}
+
+
+def revive(code: str, message: str, **attributes: object) -> ServingError:
+    """Return an error of another process, of the class with this code; a `ServingError` if no class has it.
+
+    It has no other attributes than those given.
     """
     found = next((kind for kind in kinds(ServingError) if kind.code == code), ServingError)
     error = found.__new__(found)
     Exception.__init__(error, message)
+    vars(error).update(attributes)
     return error
 
 

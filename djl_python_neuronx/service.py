@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -299,3 +300,14 @@ def _with_threads(prepared: Prepared, plan: LoadPlan, num_copies: int) -> LoadPl
     if not prepared.case.on_cpu or plan.num_threads is not None or num_copies == 1:
         return plan
     return replace(plan, num_threads=max(1, (count_cores() - 1) // num_copies))
+
+
+def freeze_heap() -> None:
+    """Keep all objects that live now out of Python's garbage collections; collect those that a reload has left first.
+
+    A collection stops all streams: for 0.17 s in every 6 s if it visits them, for 0.05 s if not (four engines, 400
+    streams, 2 vCPU VM, 2026-11).
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -139,6 +140,30 @@ def test_the_error_tree_is_its_docstring():
 def test_every_error_has_a_code_of_its_own():
     codes = [child.code for _, child, _, _ in error_tree(errors.ServingError)]
     assert len(set(codes)) == len(codes)
+
+
+MADE = {
+    errors.UnknownOptionError: ("n_position", "line 3"),
+    errors.InvalidOptionError: ("dtype", "f99", "line 3", "f32 or bf16"),
+    errors.ArtifactMismatchError: ({"n_positions": (512, [1024])}, "/model", {}),
+    errors.HttpError: ("what and why", 405),
+    errors.RequestError: ("what and why", "top_p"),
+    errors.ServingError: ("what and why",),
+}
+"""Arguments of each error, and of those of its kind that have none here."""
+
+
+def test_every_error_comes_back_from_another_process_with_its_attributes():
+    for _, kind, _, _ in [(0, errors.ServingError, (), 500), *error_tree(errors.ServingError)]:
+        error = kind(*next(MADE[one] for one in kind.mro() if one in MADE))
+        if isinstance(error, errors.BackendError):
+            error.fatal = True
+        sent = json.dumps(errors.to_json(error))
+        back = errors.revive(**json.loads(sent))
+        assert (type(back), str(back), back.args) == (kind, str(error), error.args)
+        assert json.dumps(errors.to_json(back)) == sent
+        lost = [name for name in vars(error) if not hasattr(back, name)]
+        assert not lost, kind
 
 
 def test_every_error_comes_back_from_another_process():

@@ -23,9 +23,9 @@ from typing import IO
 from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.artifacts.guard import guarded
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import CompileError, ServingError, revive
+from djl_python_neuronx.errors import CompileError, ServingError, revive, to_json
+from djl_python_neuronx.loading.guard import guarded
 from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,7 @@ def _run(file: IO[bytes], environ: Mapping[str, str], watch: _Watch) -> int:
 
 def _failure(backend: str, outcome: bytes, status: int) -> ServingError:
     if outcome:
-        found = json.loads(outcome)
-        return revive(found["code"], found["message"])
+        return revive(**json.loads(outcome))
     ended = f"ended with status {status}"
     if status > 128:
         ended = f"was killed ({signal.Signals(status - 128).name})"
@@ -142,11 +141,10 @@ def main() -> None:
         compiler.compile(job.plan, job.target)
         _follow_umask(job.target)
     except Exception as error:
-        code = error.code if isinstance(error, ServingError) else CompileError.code
         if not isinstance(error, ServingError):
             logger.exception("compile_failed")
-        found = {"code": code, "message": str(error) or type(error).__name__}
-        os.write(sys.stdin.fileno(), json.dumps(found).encode())
+            error = CompileError(str(error) or type(error).__name__)
+        os.write(sys.stdin.fileno(), json.dumps(to_json(error), default=str).encode())
         sys.exit(1)
 
 

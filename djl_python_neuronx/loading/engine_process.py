@@ -17,7 +17,6 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.artifacts.guard import guarded, outlive_stops
 from djl_python_neuronx.backends.base import Backend, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.engine.core import Engine
@@ -25,6 +24,7 @@ from djl_python_neuronx.engine.link import Link
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.engine.worker import WorkerSettings, work, worker_link
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
+from djl_python_neuronx.loading.guard import guarded, outlive_stops
 from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,6 @@ from djl_python_neuronx.errors import (
     ArtifactError,
     BackendUnavailableError,
     QueueFullError,
-    RequestError,
     ServingError,
     TextLimitError,
     revive,
@@ -312,11 +311,8 @@ class _Process:
             raise TimeoutError(msg)
         made, *failure = orjson.loads(self._connection.recv_bytes(MOST_BYTES))
         if failure:
-            code, text, param = failure
-            error = revive(code, text)
-            if isinstance(error, RequestError):
-                error.param = param
-            raise error
+            code, message, param = failure
+            raise revive(code, message, param=param)
         return made
 
     def answers(self, limit_s: float) -> bool:

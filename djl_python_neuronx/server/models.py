@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError, ConfigError, ServingError
-from djl_python_neuronx.loading.load_memory import freeze_heap
 from djl_python_neuronx.telemetry import log_load_failure
 
 if TYPE_CHECKING:
@@ -231,6 +230,8 @@ class Loader:
             thread.join()
         if any(model.service is None for model in self._loads):
             return
+        from djl_python_neuronx.service import freeze_heap
+
         freeze_heap()
         while self._wanted.get():
             while not self._wanted.empty():  # several wishes are one

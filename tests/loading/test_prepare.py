@@ -39,11 +39,11 @@ from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.service import Service
-from tests.artifacts.test_guard import alive
 from tests.doubles.neuron_machine import GRAPHS, TINY, load
 from tests.doubles.s3_proxy import wait_until
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
+from tests.loading.test_guard import alive
 
 pytest_plugins = ["tests.doubles.neuron_fixtures"]
 

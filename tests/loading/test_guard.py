@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.artifacts.guard import guarded
 from djl_python_neuronx.loading import compile_process
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess
+from djl_python_neuronx.loading.guard import guarded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard is for Linux")
 
@@ -38,7 +38,7 @@ time.sleep(float(sys.argv[2]))
 """
 _STARTER = """
 import subprocess, sys
-from djl_python_neuronx.artifacts.guard import guarded
+from djl_python_neuronx.loading.guard import guarded
 stop = [int(number) for number in sys.argv[3:]]
 command = guarded([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"], stop=stop)
 guard = subprocess.Popen(command)
@@ -153,7 +153,7 @@ def test_a_guard_with_a_signal_of_its_own_takes_no_other(started):
 
 _OUTLIVING = """
 import os, signal, subprocess, sys, time
-from djl_python_neuronx.artifacts.guard import outlive_stops
+from djl_python_neuronx.loading.guard import outlive_stops
 outlive_stops()
 for number in (signal.SIGTERM, signal.SIGINT):
     os.kill(os.getpid(), number)
