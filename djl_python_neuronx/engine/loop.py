@@ -1,8 +1,8 @@
-"""The front's side of the border: requests to one engine, its tokens to their readers.
+"""Supervision of one engine: start it, receive from it, end it if it hangs, and start it again after its death.
 
 The engine runs in a separate process (or on a thread, see `EngineThread`). Two threads here: the output thread
-receives steps, makes text and delivers `Delta`s through each caller's `OutputQueue`, and starts the engine again after
-its death; the watchdog detects an engine that does not answer. `Replicas` has the loops of a model.
+receives what the engine sends and starts it again; the watchdog detects an engine that does not answer, and the
+requests whose time is over. `Delivery` has what both do to requests, `Replicas` the loops of a model.
 """
 
 from __future__ import annotations
@@ -11,29 +11,18 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, Protocol
+from typing import NamedTuple, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
-from djl_python_neuronx.engine.core import StepResult
-from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.delivery import Delivery, notify
 from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step
-from djl_python_neuronx.engine.streams import Observer, OutputQueue, Stream, StreamRegistry
-from djl_python_neuronx.errors import (
-    BackendUnavailableError,
-    QueueFullError,
-    RequestTimeoutError,
-    ServingError,
-    revive,
-)
-from djl_python_neuronx.types import FinishReason, TokenOutput
+from djl_python_neuronx.engine.streams import Observer, StreamRegistry
+from djl_python_neuronx.errors import BackendUnavailableError, ServingError, revive
 
 logger = logging.getLogger(__name__)
-
-_P = ParamSpec("_P")
 
 FIRST_CALL_FACTOR = 10
 """The first call of a graph may take this many times longer than others."""
@@ -90,14 +79,6 @@ def end_engine(host: Host) -> None:
     host.link.close()
 
 
-def notify(event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Call a method of the observer: a failure of metrics or logs must never cost a request."""
-    try:
-        event(*args, **kwargs)
-    except Exception:
-        logger.exception("observer_failed")
-
-
 class _Death(NamedTuple):
     """The end of an engine."""
 
@@ -107,31 +88,30 @@ class _Death(NamedTuple):
 
 
 class EngineLoop:
-    """Serves requests with one engine, from `start` until `stop` or until the engine is given up. Thread-safe."""
+    """Keeps one engine running, from `start` until `stop` or until the engine is given up. Thread-safe."""
 
     def __init__(
         self,
         launch: Callable[[], Host],
         *,
+        lock: threading.Condition,
         observer: Observer,
         settings: LoopSettings = LoopSettings(),
         copy: int = 0,
-        on_orphans: Callable[[EngineLoop, ServingError | None], None],
+        on_orphans: Callable[[ServingError | None], None],
         on_death: Callable[[ServingError], None],
         on_progress: Callable[[str], None],
     ) -> None:
         """`launch` starts an engine, now and after each death. `copy`: the number of this copy, for logs and metrics.
 
-        `on_orphans(loop, error)`: this copy has no engine; hand its requests to other copies. `error`: set if none
-        will come. `on_death` is called when no engine is started any more, after every request left has got the error.
-        `on_progress` gets a line of text at each stage of a load.
+        `lock`: see `StreamRegistry`; `on_orphans`: see `Delivery`. `on_death` is called when no engine is started any
+        more, after every request left has got the error. `on_progress` gets a line of text at each stage of a load.
         """
         self.state = EngineState()
-        self.copy = copy
+        self._copy = copy
         self._settings = settings
         self._launch = launch
         self._observer = observer
-        self._on_orphans = on_orphans
         self._on_death = on_death
         self._on_progress = on_progress
         self._closing = threading.Event()
@@ -142,24 +122,27 @@ class EngineLoop:
         self._deaths: list[float] = []
         self._idle_starts = 0
         """Starts since an engine last gave a token."""
-        self._load_s = 0.0
+        self.load_s = 0.0
+        """Seconds of the last load."""
         self._busy = False
         """The engine has sequences, as far as it has reported."""
-        self._delivering = threading.Lock()
-        """Held while deltas are made (of a step by the output thread, at a deadline by the watchdog), and while streams
-        are given to another copy or to the next engine."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
         self._died_s = -math.inf
         """The time at which an engine last ended that was ready."""
-        self._link: Link | None = None
-        """To the engine; None while none is ready. It changes under the registry's lock."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
         self._host: Host | None = None
         self.spec: ModelSpec
         """Facts of the loaded model."""
-        self.streams = StreamRegistry(settings.max_waiting)
+        self.streams = StreamRegistry(settings.max_waiting, lock)
+        self._delivery = Delivery(
+            self.streams,
+            observer,
+            max_request_s=settings.max_request_s,
+            restart_timeout_s=settings.restart_timeout_s,
+            on_orphans=on_orphans,
+        )
         self._threads = [
             threading.Thread(target=body, name=f"djl-neuronx-{name}-{copy}", daemon=True)
             for name, body in (("output", self._serve), ("watchdog", self._watch))
@@ -177,8 +160,7 @@ class EngineLoop:
             if (death := self._load()) is not None:
                 raise death.error
         self.streams.most += self.spec.num_slots
-        with self.streams.lock:
-            self._link = self._engine.link
+        self.streams.connect(self._engine.link)
         for thread in self._threads:
             thread.start()
 
@@ -188,54 +170,12 @@ class EngineLoop:
         assert self._host is not None  # noqa: S101  (after the first launch)
         return self._host
 
-    @property
-    def error(self) -> ServingError | None:
-        """The reason why nothing is accepted any more; None while there is or will be an engine."""
-        return self.streams.closed
-
-    @property
-    def alive(self) -> bool:
-        """True while requests are accepted and an engine is ready to answer them."""
-        return self.error is None and self._link is not None
-
-    def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:
-        """Queue requests that are answered together, all or none; their deltas go to `output_queue`.
-
-        Whoever reads them aborts the others if one fails.
-
-        Raises:
-            RequestError: the waiting queue has no room for all, or the id of one is in use.
-            BackendUnavailableError: no engine is left, or the loop is stopping.
-        """
-        try:
-            for stream in group:
-                stream.queue = output_queue
-            self.streams.open(group, self._add)
-        except ServingError as error:
-            if isinstance(error, QueueFullError) and self._link is None:
-                error.retry_after_s = max(1, math.ceil(self._load_s))
-            notify(self._observer.rejected, error)
-            raise
-
-    def abort(self, request_id: str) -> None:
-        """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
-        stream = self._remove(request_id)
-        if stream is not None:
-            notify(self._observer.given_up, stream)
-
-    def adopt(self, group: list[Stream], other: EngineLoop) -> bool:
-        """Take requests without a token that are answered together from another copy, if there is room for all."""
-        if len(self.streams) + len(group) > self.streams.most:
-            return False
-        self.streams.open(other._removed(group), self._add)
-        return True
-
     def stop(self) -> None:
         """End the engine; requests that still run get an error. Does not wait."""
         self.streams.close(BackendUnavailableError(STOPPING))
         self._closing.set()
         if self._host is not None:
-            if self._link is None:
+            if self.streams.link is None:
                 self._host.kill()  # during a load an engine does not notice the end of its connection
             self._host.link.end()
 
@@ -251,19 +191,6 @@ class EngineLoop:
     def ended(self, timeout_s: float) -> bool:
         """Wait for the engine's end after `join`. False: it is stuck in the device."""
         return self._host is None or self._host.wait(timeout_s) is not None
-
-    def _add(self, stream: Stream) -> None:
-        """Give a request to the engine; if none is ready, the next one gets it."""
-        if self._link is not None:
-            self._link.send_encoded(stream.message)
-
-    def _abort(self, request_id: str) -> None:
-        if self._link is not None:
-            self._link.send("abort", request_id)
-
-    def _remove(self, request_id: str, *, abort: bool = True) -> Stream | None:
-        """Remove a stream, and abort its sequence if an engine has it. Returns None if it is not open."""
-        return self.streams.end(request_id, lambda: self._abort(request_id) if abort else None)
 
     # Output thread
 
@@ -281,15 +208,17 @@ class EngineLoop:
             death = _Death(BackendUnavailableError(message), "output thread")
         if self._closing.is_set():
             stopped = "the server stopped before this request was finished; send it elsewhere"
-            self._end(self.streams.end_all(), BackendUnavailableError(stopped))
+            self._delivery.fail(self.streams.open_streams(), BackendUnavailableError(stopped))
             end_engine(self._engine)
             return
         logger.critical(
-            "engine_given_up copy=%d model=%s deaths=%d engine_restarts=%d error=%s", self.copy,
+            "engine_given_up copy=%d model=%s deaths=%d engine_restarts=%d error=%s", self._copy,
             self._settings.model, len(self._deaths), self._settings.restarts, death.error,
         )  # fmt: skip
-        self._leave(death.error)
-        self._end(self.streams.end_all(), death.error)
+        if self._engine.restartable:
+            self._delivery.settle(death.error)
+        self._delivery.leave(death.error)
+        self._delivery.fail(self.streams.open_streams(), death.error)
         self._on_death(death.error)
         end_engine(self._engine)
 
@@ -311,8 +240,10 @@ class EngineLoop:
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(fields)
             self._busy = bool(self.state.running or self.state.waiting)
-            with self._delivering:
-                self._deliver(result)
+            self._delivery.deliver(result.outputs)
+            if num_tokens := sum([len(output.token_ids) for output in result.outputs]):
+                self._idle_starts = 0
+            notify(self._observer.stepped, result.info, num_tokens)
         return self._explain_end()
 
     def _note_entering(self, request_ids: list[str]) -> None:
@@ -331,16 +262,18 @@ class EngineLoop:
 
     def _load(self) -> _Death | None:
         """Start an engine and wait until it is loaded. Returns why it could not be, or None."""
-        self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self._load_s
+        self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self.load_s
         try:
             self._host, self._hang = self._launch(), None
         except ServingError as error:
             return _Death(error, error.code)
         if self._closing.is_set():
             self._host.kill()
-        if (death := self._await_ready()) is None:
-            self._silent_s, self._patience_s = 0.0, self._settings.step_timeout_s
-        return death
+        if (death := self._await_ready()) is not None:
+            end_engine(self._engine)
+            return death
+        self._silent_s, self._patience_s = 0.0, self._settings.step_timeout_s
+        return None
 
     def _await_ready(self) -> _Death | None:
         """Wait until the engine that was started is ready. Returns why it is not, or None."""
@@ -348,70 +281,14 @@ class EngineLoop:
             kind, *fields = message
             if kind == "ready":
                 facts, self.speculation = fields
-                self._load_s = time.monotonic() - self._engine.link.opened_s
+                self.load_s = time.monotonic() - self._engine.link.opened_s
                 self.spec = SPEC.validate_python(facts)
                 return None
             if kind == "failed":
-                end_engine(self._engine)
                 error = revive(*fields)
                 return _Death(error, error.code)
             self._report(*fields)
-        death = self._explain_end()
-        end_engine(self._engine)
-        return death
-
-    def _deliver(self, result: StepResult) -> None:
-        by_queue: dict[OutputQueue, list[Delta]] = defaultdict(list)
-        for output in result.outputs:
-            stream = self.streams.get(output.request_id)
-            delta = None if stream is None else self._next_delta(stream, output)
-            if stream is not None and delta is not None:
-                by_queue[stream.queue].append(delta)
-        for output_queue, deltas in by_queue.items():
-            self._hand_over(output_queue, deltas)
-        num_tokens = sum([len(output.token_ids) for output in result.outputs])
-        self._idle_starts = 0 if num_tokens else self._idle_starts
-        notify(self._observer.stepped, result.info, num_tokens)
-
-    def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
-        """Feed a stream; a failure of its text is an error of this request only."""
-        try:
-            delta = stream.text.feed(output)
-        except ServingError as error:
-            logger.warning("text_failed request_id=%s: %s", stream.request.label, error)
-            delta = stream.failed(error)
-        except Exception as error:
-            logger.exception("text_failed request_id=%s", stream.request.label)
-            delta = stream.failed(
-                ServingError(f"the text of this request cannot be made ({type(error).__name__})")
-            )
-        if delta is None:
-            return None
-        stream.last_token_s = time.monotonic()
-        if stream.first_token_s is None and delta.tokens:
-            stream.first_token_s = stream.last_token_s
-        if delta.finish_reason is None:
-            return delta
-        # A stop string or a deadline: the token that was decoded meanwhile never reaches the text.
-        unknown = output.finish_reason in {None, FinishReason.TIME}
-        if self._remove(output.request_id, abort=unknown) is None:
-            return None
-        notify(self._observer.ended, stream, delta)
-        return delta
-
-    def _hand_over(self, output_queue: OutputQueue, deltas: list[Delta]) -> None:
-        try:
-            output_queue.deliver(deltas)
-        except Exception:
-            logger.exception("delivery_failed requests=%d", len(deltas))
-
-    def _end(self, streams: list[Stream], error: ServingError) -> None:
-        """Answer streams that were removed with an error."""
-        for stream in streams:
-            stream.last_token_s = time.monotonic()
-            delta = stream.failed(error)
-            notify(self._observer.ended, stream, delta)
-            self._hand_over(stream.queue, [delta])
+        return self._explain_end()
 
     # Death and restart, output thread
 
@@ -421,11 +298,10 @@ class EngineLoop:
         self.state, self._busy = EngineState(), False
         self._died_s = time.monotonic()
         if self._engine.restartable:
-            self._settle(death.error)
-        with self.streams.lock:
-            self._link = None
+            self._delivery.settle(death.error)
+        self.streams.connect(None)
         if self._engine.restartable:
-            self._leave(None)
+            self._delivery.leave(None)
             end_engine(self._engine)
         while self._may_restart(death):
             pause_s = (
@@ -439,18 +315,14 @@ class EngineLoop:
                 failed = None if self._closing.is_set() else self._load()
             if self._closing.is_set():
                 return False
-            if failed is not None:
-                death = failed
-                continue
-            with self._delivering, self.streams.lock:
-                self._link = self._engine.link
-                for stream in self.streams.open_streams():
-                    self._add(stream)
-            name = self._settings.model
-            logger.warning(
-                "engine_restarted copy=%d model=%s seconds=%.2f", self.copy, name, self._load_s
-            )
-            return True
+            if failed is None:
+                self.streams.connect(self._engine.link)
+                logger.warning(
+                    "engine_restarted copy=%d model=%s seconds=%.2f",
+                    self._copy, self._settings.model, self.load_s,
+                )  # fmt: skip
+                return True
+            death = failed
         return False
 
     def _may_restart(self, death: _Death) -> bool:
@@ -458,44 +330,15 @@ class EngineLoop:
         now_s = time.monotonic()
         self._deaths = [at for at in self._deaths if now_s - at < RESTART_WINDOW_S] + [now_s]
         logger.error(
-            "engine_died copy=%d model=%s cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s", self.copy,
+            "engine_died copy=%d model=%s cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s", self._copy,
             self._settings.model, death.cause, len(self._deaths), self._settings.restarts, RESTART_WINDOW_S,
             death.error,
         )  # fmt: skip
-        notify(self._observer.died, death.cause, self.copy)
+        notify(self._observer.died, death.cause, self._copy)
         return self._engine.restartable and len(self._deaths) <= self._settings.restarts
 
-    def _settle(self, error: ServingError) -> None:
-        """End the streams that the next engine must not run again."""
-        sent, twice = [], []
-        for stream in self.streams.open_streams():
-            if stream.request.request_id in stream.begun:
-                stream.begun.discard(stream.request.request_id)
-                stream.deaths += 1
-            if stream.first_token_s is not None:
-                sent.append(stream)
-            elif stream.deaths > 1:
-                twice.append(stream)
-        gone = BackendUnavailableError(f"{error}. Send the request again")
-        self._end(self._removed(sent), gone)
-        message = f"the engine crashed twice while running this request; not retried: {error}"
-        self._end(self._removed(twice), ServingError(message))
-
-    def _leave(self, given_up: ServingError | None) -> None:
-        """Let other copies have what waits here for an engine; `given_up`: why there will be none."""
-        if given_up is not None and self._engine.restartable:
-            self._settle(given_up)
-        with self._delivering:
-            if self._link is None or given_up is not None:
-                self._on_orphans(self, given_up)
-
-    def _removed(self, streams: list[Stream]) -> list[Stream]:
-        """Remove streams; returns those that were still open."""
-        removed = [self._remove(stream.request.request_id) for stream in streams]
-        return [stream for stream in removed if stream is not None]
-
     def _report(self, stage: str) -> None:
-        logger.info("engine_progress copy=%d stage=%r", self.copy, stage)
+        logger.info("engine_progress copy=%d stage=%r", self._copy, stage)
         self.stage = stage
         notify(self._on_progress, stage)
 
@@ -509,10 +352,10 @@ class EngineLoop:
         period_s = min(WATCHDOG_PERIOD_S, self._settings.step_timeout_s / 4)
         output_thread, _ = self._threads
         while not self._closing.wait(period_s) and output_thread.is_alive():
-            self._end_late()
-            if self._link is None:
-                self._leave(None)
-                self._expire()
+            self._delivery.end_late()
+            if self.streams.link is None:
+                self._delivery.leave(None)
+                self._delivery.expire(self._died_s)
             elif not (self._busy or len(self.streams)):
                 self._silent_s = 0.0
                 continue
@@ -524,35 +367,3 @@ class EngineLoop:
                 )
                 self._silent_s = 0.0
                 self._engine.kill()
-
-    def _end_late(self) -> None:
-        """End the requests whose time is over: with what there is, or with an error if they never had a slot."""
-        for stream in self.streams.open_streams():
-            limit_s = min(stream.request.max_seconds, self._settings.max_request_s)
-            if time.monotonic() - stream.request.arrived_s < limit_s:
-                continue
-            if stream.begun:
-                output = TokenOutput(stream.request.request_id, (), FinishReason.TIME)
-                with self._delivering:
-                    self._deliver(StepResult([output]))
-                continue
-            message = (
-                f"the request got no slot within its {limit_s:g} s (max_time or option.max_request_seconds); retry "
-                "later, or raise them"
-            )
-            self._end(self._removed([stream]), RequestTimeoutError(message))
-
-    def _expire(self) -> None:
-        """End the requests that have waited too long for an engine."""
-        limit_s = self._settings.restart_timeout_s
-        now_s = time.monotonic()
-        late = [
-            stream
-            for stream in self.streams.open_streams()
-            if now_s - max(stream.submitted_s, self._died_s) > limit_s
-        ]
-        message = (
-            f"the engine is being started again and was not ready within {limit_s:g} s (option.restart_timeout; "
-            "default: option.predict_timeout)"
-        )
-        self._end(self._removed(late), BackendUnavailableError(message))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -15,19 +16,13 @@ from itertools import accumulate, groupby, takewhile
 from weakref import WeakValueDictionary
 
 from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.delivery import notify
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.link import EngineState
-from djl_python_neuronx.engine.loop import (
-    JOIN_S,
-    STOPPING,
-    EngineLoop,
-    Host,
-    LoopSettings,
-    notify,
-)
+from djl_python_neuronx.engine.loop import JOIN_S, STOPPING, EngineLoop, Host, LoopSettings
 from djl_python_neuronx.engine.streams import AsyncQueue, Generation, Observer, OutputQueue, Stream
 from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
-from djl_python_neuronx.errors import BackendUnavailableError, ServingError
+from djl_python_neuronx.errors import BackendUnavailableError, QueueFullError, ServingError
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,7 +50,7 @@ class Copy:
     @property
     def alive(self) -> bool:
         """True while it takes requests and an engine is ready to answer them."""
-        return self.takes and self.loop.alive
+        return self.takes and self.loop.streams.alive
 
 
 class Replicas:
@@ -89,10 +84,8 @@ class Replicas:
         self._observer = observer
         self._on_death = on_death
         self._closing = False
-        self._lock = threading.RLock()
-        """Held while requests are given to a copy or moved, so that each is in exactly one when it is aborted.
-
-        It may be taken while a loop delivers, and the lock of a registry while it is held; never the other way."""
+        self._lock = threading.Condition()
+        """See `StreamRegistry.lock`. Held while a copy is chosen and gets requests, and while one is retired."""
         # A queue lives as long as a request of its event loop, and holds that loop.
         self._async_queues = WeakValueDictionary[asyncio.AbstractEventLoop, AsyncQueue]()
         self.spec: ModelSpec
@@ -104,10 +97,11 @@ class Replicas:
             new_loop = partial(
                 EngineLoop,
                 launch,
+                lock=self._lock,
                 copy=i,
                 observer=observer,
                 settings=settings,
-                on_orphans=self._move,
+                on_orphans=partial(self._move, i),
                 on_death=self._give_up,
                 on_progress=on_progress,
             )
@@ -136,7 +130,7 @@ class Replicas:
     @property
     def error(self) -> ServingError | None:
         """The reason why nothing is accepted any more; None while a copy has or will have an engine."""
-        errors = [loop.error for loop in self._loops]
+        errors = [loop.streams.closed for loop in self._loops]
         return errors[-1] if all(errors) else None
 
     @property
@@ -245,16 +239,26 @@ class Replicas:
     def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:
         """Queue requests that `prepare` has passed, all or none, on one copy; their deltas go to `output_queue`.
 
+        Whoever reads them aborts the others if one fails.
+
         Raises:
-            ServingError: see `EngineLoop.submit_all`; or no copy takes requests.
+            ServingError: see `StreamRegistry.open`; or no copy takes requests.
         """
         beginnings = _beginnings(group[0].request) if len(self.copies) > 1 else []
+        for stream in group:
+            stream.queue = output_queue
         with self._lock:
             copy = self._choose(beginnings)
             if copy is None:
                 why = self.error or f"no copy of the model takes requests now ({self.stage}); retry"
                 raise BackendUnavailableError(str(why))
-            copy.loop.submit_all(group, output_queue)
+            try:
+                copy.loop.streams.open(group)
+            except ServingError as error:
+                if isinstance(error, QueueFullError) and copy.loop.streams.link is None:
+                    error.retry_after_s = max(1, math.ceil(copy.loop.load_s))
+                notify(self._observer.rejected, error)
+                raise
             for beginning in beginnings:
                 copy.held.pop(beginning, None)
                 copy.held[beginning] = None
@@ -278,39 +282,41 @@ class Replicas:
         """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
         with self._lock:
             for loop in self._loops:
-                loop.abort(request_id)
+                if (stream := loop.streams.end(request_id)) is not None:
+                    notify(self._observer.given_up, stream)
 
     def _choose(self, beginnings: Sequence[int]) -> Copy | None:
         """The copy for a prompt, one with an engine if there is one; None if none takes requests. With the lock."""
 
         def preference(copy: Copy) -> tuple[bool, int, int]:
             num_held = sum(1 for _ in takewhile(copy.held.__contains__, beginnings))
-            return copy.loop.alive, -len(copy.loop.streams), num_held
+            return copy.loop.streams.alive, -len(copy.loop.streams), num_held
 
         return max((copy for copy in self.copies if copy.takes), key=preference, default=None)
 
     # Deaths, on the output thread of the copy
 
-    def _move(self, loop: EngineLoop, given_up: ServingError | None) -> None:
-        """Give the requests of a copy without an engine to others; see `EngineLoop.on_orphans`."""
+    def _move(self, i: int, given_up: ServingError | None) -> None:
+        """Give the requests of copy `i`, which has no engine, to others; see `Delivery`."""
         num_moved = 0
         with self._lock:
-            copy = self.copies[loop.copy]
+            copy = self.copies[i]
+            streams = copy.loop.streams
             copy.held.clear()
             if given_up is not None:
                 copy.takes = False
-                loop.streams.close(given_up)
-            for _, together in groupby(loop.streams.open_streams(), lambda one: id(one.begun)):
+                streams.close(given_up)
+            for _, together in groupby(streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
                 other = self._choose(())
                 # Without a copy that has an engine, waiting for one's own is as good, if there will be one.
-                if other is None or other is copy or not (other.loop.alive or given_up):
+                if other is None or other is copy or not (other.alive or given_up):
                     break
-                if not other.loop.adopt(group, loop):
+                if not other.loop.streams.adopt(group, streams):
                     break
                 num_moved += len(group)
         if num_moved:
-            logger.warning("requests_moved from_copy=%d requests=%d", loop.copy, num_moved)
+            logger.warning("requests_moved from_copy=%d requests=%d", i, num_moved)
 
     def _give_up(self, error: ServingError) -> None:
         if self.error is not None:

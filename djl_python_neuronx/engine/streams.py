@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
-from djl_python_neuronx.engine.link import encode_request
+from djl_python_neuronx.engine.link import Link, encode_request
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
@@ -178,30 +178,42 @@ class Observer(Protocol):
 
 
 class StreamRegistry:
-    """Registry of open streams. Thread-safe.
+    """Open requests of one copy: those that its engine has, or that wait for it. Thread-safe."""
 
-    `then` is called under the lock, so that the engine gets the command that ends a request after the one that adds it.
-    """
-
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, lock: threading.Condition) -> None:
         self.closed: ServingError | None = None
-        """The error for which no request is accepted any more, or None."""
+        """The error for which no request is accepted any more; None while there is or will be an engine."""
         self.most = most
-        """Streams that may be open."""
+        """Requests that may be open."""
+        self.link: Link | None = None
+        """To the engine; None while none is ready."""
+        self.lock = lock
+        """Of all copies of a model, reentrant: each request is in exactly one of them.
+
+        Held while a request or an engine comes or goes. What the engine gets is sent under it: the message that ends a
+        request follows the one that adds it."""
         self._open: dict[str, Stream] = {}
-        self._changed = threading.Condition()
-        self.lock = self._changed
-        """Held while the registry changes; reentrant."""
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def alive(self) -> bool:
+        """True while requests are accepted and an engine is ready to answer them."""
+        return self.closed is None and self.link is not None
 
     def get(self, request_id: str) -> Stream | None:
         """The stream of an id, or None if it is not open."""
         return self._open.get(request_id)
 
-    def open(self, streams: Sequence[Stream], then: Callable[[Stream], None]) -> None:
-        """Accept streams, all or none, and call `then` with each.
+    def connect(self, link: Link | None) -> None:
+        """Give all requests to an engine that is ready; None: they wait for the next one."""
+        with self.lock:
+            self.link = link
+            self._send(self._open.values())
+
+    def open(self, streams: Sequence[Stream]) -> None:
+        """Accept requests, all or none; the engine gets them, or the next one if none is ready.
 
         Raises:
             BackendUnavailableError: nothing is accepted any more.
@@ -211,7 +223,7 @@ class StreamRegistry:
         if len(streams) > self.most:
             msg = f"the request has {len(streams)} prompts; this deployment takes at most {self.most} at a time"
             raise RequestError(msg)
-        with self._changed:
+        with self.lock:
             if self.closed is not None:
                 raise BackendUnavailableError(str(self.closed)) from self.closed
             if len(self._open) + len(streams) > self.most:
@@ -225,38 +237,45 @@ class StreamRegistry:
                 msg = f"request id {min(used)!r} is already in use; send another"
                 raise RequestError(msg)
             self._open.update(added)
-            for stream in streams:
-                then(stream)
+            self._send(streams)
 
-    def end(self, request_id: str, then: Callable[[], None]) -> Stream | None:
-        """Remove a stream and run `then`. Returns None, and skips `then`, if it is not open."""
-        with self._changed:
+    def adopt(self, streams: Sequence[Stream], other: StreamRegistry) -> bool:
+        """Take open requests from another copy, all or none. False: they stay there, because there is no room."""
+        with self.lock:
+            if self.closed is not None or len(self._open) + len(streams) > self.most:
+                return False
+            for stream in streams:
+                other.end(stream.request.request_id)
+            self.open(streams)
+            return True
+
+    def end(self, request_id: str, *, abort: bool = True) -> Stream | None:
+        """Remove a request, and abort its sequence if an engine has it. Returns None if it is not open."""
+        with self.lock:
             stream = self._open.pop(request_id, None)
             if stream is not None:
-                then()
+                if abort and self.link is not None:
+                    self.link.send("abort", request_id)
                 if not self._open:
-                    self._changed.notify_all()
+                    self.lock.notify_all()
             return stream
 
     def open_streams(self) -> list[Stream]:
         """All streams, the oldest first."""
-        with self._changed:
+        with self.lock:
             return list(self._open.values())
-
-    def end_all(self) -> list[Stream]:
-        """Remove and return every stream."""
-        with self._changed:
-            streams = list(self._open.values())
-            self._open.clear()
-            self._changed.notify_all()
-            return streams
 
     def close(self, why: ServingError) -> None:
         """Accept nothing more; the first reason counts."""
-        with self._changed:
+        with self.lock:
             self.closed = self.closed or why
 
     def wait_until_empty(self, timeout_s: float) -> bool:
         """True once no stream is open; False after `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+        with self.lock:
+            return self.lock.wait_for(lambda: not self._open, timeout_s)
+
+    def _send(self, streams: Iterable[Stream]) -> None:
+        if self.link is not None:
+            for stream in streams:
+                self.link.send_encoded(stream.message)

@@ -610,7 +610,7 @@ def test_an_output_thread_that_ends_is_a_death_and_not_silence() -> None:
         inbox = BlockingQueue()
         loop.submit(request("a", [5, 6], ENDLESS), inbox)
         inbox.drain(PATIENCE_S)
-        only(loop)._deliver = None  # type: ignore[assignment,method-assign]
+        only(loop)._delivery.deliver = None  # type: ignore[assignment,method-assign]
         assert isinstance(collect(inbox, "a")["a"][-1].error, BackendUnavailableError)
         wait_until(lambda: not loop.alive)
         with pytest.raises(BackendUnavailableError):
@@ -855,7 +855,7 @@ def test_the_wait_for_an_engine_begins_with_its_end() -> None:
         hosts[0].ended.set()
         hosts[0].engine.close()
         wait_until(lambda: len(hosts) == 2)
-        only(loop)._expire()
+        only(loop)._delivery.expire(only(loop)._died_s)
         assert len(loop.streams) == 2
         assert [hosts[1].receive("add")["request_id"] for _ in "12"] == ["running", "waiting"]
 
@@ -864,7 +864,7 @@ def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
     with in_parts(restart_timeout_s=0.0) as (loop, hosts, _):
         loop.submit(request("a", [5, 6]), BlockingQueue())
         hosts[0].receive("add")
-        only(loop)._expire()  # as if the engine had become ready just then
+        only(loop)._delivery.expire(-math.inf)  # as if the engine had become ready just then
         assert hosts[0].receive("abort") == "a"
 
 
