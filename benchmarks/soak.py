@@ -63,6 +63,7 @@ from soak_answers import FORMS, MODEL, ROOT, Question, Reply, judge, questions
 from soak_clients import BODIES, CLIENTS, FLOOD, LIMITS, SSE, Case
 
 from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS
+from tests.processes import alive, descendants, engines, read
 
 DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
 """Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
@@ -104,7 +105,7 @@ class Holdings:
     @classmethod
     def of(cls, pid: int) -> Holdings:
         """Read from /proc."""
-        resident_pages = int(_read(pid, "statm").split()[1])
+        resident_pages = int(read(pid, "statm").split()[1])
         return cls(
             descriptors=len([*Path(f"/proc/{pid}/fd").iterdir()]),
             threads=len([*Path(f"/proc/{pid}/task").iterdir()]),
@@ -410,56 +411,19 @@ def wait_until(condition: Callable[[], Any], timeout_s: float) -> bool:
     return True
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs; zombies included."""
-    found = []
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, tasks.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def engines(front: int) -> list[int]:
-    """Engine processes of a front: children of its guards."""
-    return [
-        engine
-        for guard in descendants(front)
-        if b"guard.py" in _read(guard, "cmdline")
-        for engine in descendants(guard)[:1]
-    ]
-
-
-def engines_of(front: int, model: Path) -> list[int]:
-    """Engine processes of a front that map a file of a model's folder."""
-    return [pid for pid in engines(front) if f" {model}/".encode() in _read(pid, "maps")]
-
-
-def alive(pid: int) -> bool:
-    """True until the process has ended; a zombie has."""
-    stat = _read(pid, "stat")
-    return bool(stat) and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-
-
 def marked(mark: str) -> list[int]:
     """Living processes of a run."""
     wanted = f"{MARK}={mark}".encode()
     return [
         int(path.name)
         for path in Path("/proc").glob("[0-9]*")
-        if wanted in _read(int(path.name), "environ").split(b"\0")
+        if wanted in read(int(path.name), "environ").split(b"\0")
     ]
-
-
-def _read(pid: int, name: str) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    return b""
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
     """Shared memory that these processes map."""
-    maps = b"".join(_read(pid, "maps") for pid in pids)
+    maps = b"".join(read(pid, "maps") for pid in pids)
     return {line.split()[-1].decode() for line in maps.splitlines() if b" /dev/shm/" in line}
 
 
@@ -741,7 +705,7 @@ def soak(
             exit_status = door.end()
             end_s = time.monotonic() - began_s
             wait_until(lambda: not marked(mark), SETTLE_S)
-            processes = [_read(pid, "cmdline").decode() for pid in marked(mark)]
+            processes = [read(pid, "cmdline").decode() for pid in marked(mark)]
             # Java starts a worker of asynchronous mode again that it has stopped itself: docs/djl.md.
             own = "djl_python_engine.py" if door_name == "async" else mark
             processes = [each for each in processes if own not in each]

@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 from djl_python_neuronx.planning import backend_choice, machines
 from tests.djl.java import missing_programs
 
+pytest_plugins = ["tests.djl.start"]
+
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("patient", **PATIENT)
 settings.register_profile("repeatable", derandomize=True, **PATIENT)

@@ -7,9 +7,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from soak import engines
 
 from tests.doubles.djl_peer import PATIENCE_S, REST, ROOT, Peer
+from tests.processes import engines
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 

@@ -20,8 +20,8 @@ from botocore.validate import ParamValidator
 
 from djl_python_neuronx.cli import _parser
 from tests import known_answers
-from tests.djl.java import wait_until
 from tests.doubles.s3_rig import KEYS
+from tests.processes import wait_until
 
 pytest_plugins = ["tests.doubles.s3_fixtures"]
 ROOT = Path(__file__).parents[1]

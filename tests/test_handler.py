@@ -19,21 +19,16 @@ import pytest
 from djl_python_neuronx import djl_process, handler
 from djl_python_neuronx.errors import BackendError, RequestError
 from djl_python_neuronx.service import Service
+from tests.djl.folders import MODES
 from tests.doubles import djl_engine_double
 from tests.doubles.djl_engine_double import Input, Output
-from tests.doubles.djl_peer import PATIENCE_S, REST, ROOT, Peer
+from tests.doubles.djl_peer import ENTRY, PATIENCE_S, REST, ROOT, Peer
 from tests.doubles.toy_backend import ToyBackend, expected
 from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import TOKENIZER
 
-ENTRY = "tests.doubles.djl_entry"
 RESUME = signal.SIGUSR2
 """Lets a toy device go on that hangs at `toy_hang_at`."""
-MODES = {
-    "rolling": {"rolling_batch": "tnx"},
-    "async": {"async_mode": "true", "rolling_batch": "disable"},
-    "plain": {"rolling_batch": "disable"},
-}
 
 
 @pytest.fixture

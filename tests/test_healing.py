@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import pytest
-from soak import MODEL, ROOT, Embedded, alive, descendants, engines, wait_until
+from soak import MODEL, ROOT, Embedded, wait_until
 from tokenizers import Tokenizer
 
 from tests.doubles.toy_backend import expected
+from tests.processes import alive, descendants, engines
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 

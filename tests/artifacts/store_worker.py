@@ -168,7 +168,7 @@ def small_disk(root):
 
 def fetch_into_small_disk(root):
     """Another program fills the disk in the middle of a download, and makes room again."""
-    from tests.artifacts.test_cache import Shelf
+    from tests.artifacts.shelf import Shelf
 
     mount("-t", "tmpfs", "-o", "size=600k", "tmpfs", str(root))
     cache.PIECE_BYTES = 100_000

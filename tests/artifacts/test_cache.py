@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -21,48 +20,15 @@ from hypothesis import strategies as st
 from djl_python_neuronx.artifacts import cache
 from djl_python_neuronx.artifacts.cache import (
     PartialFolder,
-    RemoteChangedError,
     RemoteFile,
     boot_id,
     fetch,
 )
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
+from tests.artifacts.shelf import Shelf
 from tests.doubles.s3_proxy import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-class Shelf:
-    """A remote of our own: files in memory, and how often each was loaded."""
-
-    uri = "shelf://one"
-    identity = ("shelf", "one")
-
-    def __init__(self, **files):
-        self.files = files
-        self.loaded = []
-        self.before = lambda piece: None
-
-    def list(self):
-        return [
-            RemoteFile(name, len(content), hashlib.sha256(content).hexdigest())
-            for name, content in self.files.items()
-        ]
-
-    def download(self, pieces, into, on_bytes):
-        for piece in pieces:
-            self.before(piece)
-            if piece.file not in self.list():
-                raise RemoteChangedError(piece.file.name)
-            with into.open(piece.file) as descriptor:
-                content = self.files[piece.file.name][piece.start : piece.end]
-                into.write(descriptor, content, piece.start)
-            into.record(piece)
-            self.loaded.append((piece.file.name, piece.start))
-            on_bytes(piece.size)
-
-    def verify(self, file, path):
-        return hashlib.sha256(path.read_bytes()).hexdigest() == file.etag
 
 
 @pytest.fixture
@@ -329,7 +295,8 @@ def test_a_version_on_disk_outlives_the_boot(shelf, tmp_path):
 CHILD = """
 import sys
 from pathlib import Path
-from tests.artifacts.test_cache import Shelf, fetch
+from djl_python_neuronx.artifacts.cache import fetch
+from tests.artifacts.shelf import Shelf
 shelf = Shelf(weights=b"old")
 print(fetch(shelf, Path(sys.argv[1])), flush=True)
 sys.stdin.read()

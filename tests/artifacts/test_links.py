@@ -20,7 +20,7 @@ from djl_python_neuronx.config.resolve import read_settings
 from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ConfigError
 from djl_python_neuronx.loading.check import check
-from tests.artifacts.test_output import TINY, contents, write
+from tests.artifacts.outputs import TINY, contents, write
 
 SECRET = "hf_5ecret"
 

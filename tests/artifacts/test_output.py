@@ -1,7 +1,6 @@
 """The output of a compilation ahead of time is served as it is, and costs no file of the user's."""
 
 import errno
-import json
 import shutil
 import subprocess
 import sys
@@ -16,23 +15,18 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import flock
 from djl_python_neuronx.artifacts.folder import SERVING
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.manifest import is_unfinished
-from djl_python_neuronx.artifacts.output import properties_file, write_output
+from djl_python_neuronx.artifacts.output import properties_file
 from djl_python_neuronx.config.sources import from_file
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
-from tests.artifacts.store_worker import make_facts
+from tests.artifacts.outputs import (
+    OPTIONS,
+    ROOT,
+    TINY,
+    check_whole,
+    contents,
+    write,
+)
 from tests.planning.settings import resolve
-
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "examples" / "tiny-llama"
-
-
-def contents(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 @pytest.fixture
@@ -53,34 +47,6 @@ def compiled(tmp_path):
     (folder / "graphs" / "0.neff").write_bytes(b"neff" * 1000)
     (folder / "manifest.json").write_text("{}")
     return folder
-
-
-OPTIONS = {
-    "model_loader": "cpu",
-    "n_positions": 128,
-    "context_length_estimate": (64, 128),
-    "max_rolling_batch_size": 4,
-    "trust_remote_code": False,
-    "async_mode": True,
-    "predict_timeout": 33.5,
-    "model_name": ("ein Löwe = 1 \\ \u4e2d", "zwei"),
-    "cpu_threads": None,
-    "model_id": "/where/it/was",
-}
-
-
-def write(model, destination, **more):
-    return write_output(
-        model,
-        destination,
-        **{
-            "facts": make_facts(),
-            "options": OPTIONS,
-            "packages": {},
-            "layout": "huggingface",
-            **more,
-        },
-    )
 
 
 def test_the_output_has_what_serving_needs(model, compiled, tmp_path):
@@ -283,7 +249,7 @@ def test_a_link_out_of_the_model_is_not_copied_out(model, tmp_path):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.artifacts import test_output
+from tests.artifacts import outputs
 steps, last = 0, int(sys.argv[3])
 def on_event(event, args):
     global steps
@@ -297,27 +263,14 @@ for last in range(1, 200):
     steps = 0
     pid = os.fork()
     if pid == 0:
-        test_output.write(Path(sys.argv[1]), Path(sys.argv[2]), options={"n_positions": 64})
+        outputs.write(Path(sys.argv[1]), Path(sys.argv[2]), options={"n_positions": 64})
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
-    test_output.check_whole(Path(sys.argv[2]))
+    outputs.check_whole(Path(sys.argv[2]))
     if status == 0:
         print(last)
         break
 """
-
-
-def check_files_are_there_or_it_says_unfinished(destination):
-    if is_unfinished(json.loads((destination / "manifest.json").read_text())):
-        return
-    missing = [
-        name for name in manifests.read(destination).files if not (destination / name).exists()
-    ]
-    assert not missing
-
-
-def check_whole(destination):
-    manifests.verify(destination, manifests.read(destination))
 
 
 def test_killed_at_every_step_the_old_output_or_the_new_one_is_whole(model, tmp_path):
@@ -336,18 +289,18 @@ def test_killed_at_every_step_the_old_output_or_the_new_one_is_whole(model, tmp_
 _MOUNTED = """
 import subprocess, sys
 from pathlib import Path
-from tests.artifacts import test_output
+from tests.artifacts import outputs
 model, destination = map(Path, sys.argv[1:])
 destination.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(destination)], check=True)
 def on_event(event, args):
     # Nobody finds a manifest there before, or after, its files.
     if event in ("os.rename", "os.remove", "os.rmdir") and (destination / "manifest.json").exists():
-        test_output.check_files_are_there_or_it_says_unfinished(destination)
+        outputs.check_files_are_there_or_it_says_unfinished(destination)
 sys.addaudithook(on_event)
 for positions in (64, 32):
-    made = test_output.write(model, destination, options={"n_positions": positions})
-    test_output.check_whole(destination)
+    made = outputs.write(model, destination, options={"n_positions": positions})
+    outputs.check_whole(destination)
     assert destination.is_mount()
     assert not list(destination.glob(".*"))
 print("done")

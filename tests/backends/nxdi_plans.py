@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the nxdi backend needs torch")
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 
@@ -100,3 +105,9 @@ def loaded(plan: LoadPlan, compiled: Path | None = None) -> Iterator[Backend]:
     finally:
         backend.close()
         ranks.close()
+
+
+def log_lines(path: Path, event: str) -> list[dict[str, Any]]:
+    """The lines of the rig's log about an event."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line["event"] == event]

@@ -25,7 +25,7 @@ from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.artifacts.folders import NXDI_KEYWORDS, NXDI_RECORD  # noqa: E402
 from tests.doubles import neuron_machine  # noqa: E402
-from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
+from tests.server.running import TINY_LLAMA, Running, checks  # noqa: E402
 
 pytestmark = pytest.mark.nxdi
 

@@ -24,8 +24,8 @@ from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
+from tests.backends.double_traffic import folder_of
 from tests.backends.nxdi_plans import loaded, nxdi_plan
-from tests.backends.test_tnx_double import folder_of
 from tests.doubles import nxdi_double
 from tests.doubles.device_driver import make_rows
 from tests.doubles.tiny_models import load_reference, save_tiny_model

@@ -19,16 +19,11 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
-from tests.backends.test_nxdi_traffic import log_lines  # noqa: E402
-from tests.djl.conftest import (  # noqa: E402, F401
-    MODES,
-    class_path,
-    engine_cache,
-    start_java,
-    write_model,
-)
+from tests.backends.nxdi_plans import log_lines  # noqa: E402
+from tests.djl.folders import MODES, write_model  # noqa: E402
 from tests.doubles import neuron_machine  # noqa: E402
-from tests.server.test_app import TINY_LLAMA, Running, checks, wait_until  # noqa: E402
+from tests.processes import wait_until  # noqa: E402
+from tests.server.running import TINY_LLAMA, Running, checks  # noqa: E402
 
 pytestmark = pytest.mark.nxdi
 
@@ -118,7 +113,7 @@ def asked(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", ["rolling", pytest.param("async", marks=pytest.mark.nightly)])
 def test_djl_s_released_engine_gets_the_same_answers(
     variables: Mapping[str, str],
-    start_java: Any,  # noqa: F811
+    start_java: Any,
     tmp_path: Path,
     mode: str,
 ) -> None:

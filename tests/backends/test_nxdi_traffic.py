@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import torch
 from djl_python_neuronx.backends.base import Backend, ModelSpec, Step, StepOutput, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.types import GenerationRequest
-from tests.backends.nxdi_plans import VARIANTS, loaded, obtained, save_variant
+from tests.backends.nxdi_plans import VARIANTS, loaded, log_lines, obtained, save_variant
 from tests.backends.tnx_engine import assert_greedy, assert_like_alone
 from tests.doubles.tiny_models import load_reference
 
@@ -212,12 +211,6 @@ class Recorder:
         for slot in slots:
             self._live.pop(slot, None)
         self._backend.release(slots)
-
-
-def log_lines(path: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of the rig's log about an event."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if line["event"] == event]
 
 
 def test_the_library_runs_what_the_slots_need_and_no_more(

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
-from djl_python_neuronx.backends import LoadPlan, tnx
+from djl_python_neuronx.backends import tnx
 from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
 from tests.backends.tnx_engine import reference
-from tests.backends.tnx_plans import VARIANTS, tnx_plan
+from tests.backends.tnx_plans import VARIANTS, cached_in, tnx_plan
 from tests.doubles.device_driver import Driver, assert_same
 from tests.doubles.tiny_models import load_reference, save_tiny_model
 
@@ -25,19 +25,12 @@ AGAIN = """
 import sys
 from pathlib import Path
 from djl_python_neuronx.backends import tnx
-from tests.backends.test_tnx_compile import cached_in
-from tests.backends.tnx_plans import tnx_plan
+from tests.backends.tnx_plans import cached_in, tnx_plan
 from tests.doubles.device_driver import Driver
 model, cache, compiled = map(Path, sys.argv[1:4])
 backend = tnx.load(cached_in(cache, tnx_plan(model, **eval(sys.argv[4]))), compiled)
 print(Driver(backend).alone([5, 6, 7], 12).tokens)
 """
-
-
-def cached_in(cache: Path, plan: LoadPlan) -> LoadPlan:
-    """The plan with a compiler's cache of its own, in which every compilation leaves a folder."""
-    environment = {"NEURON_COMPILE_CACHE_URL": str(cache)}
-    return replace(plan, arguments=replace(plan.arguments, environment=environment))
 
 
 def compilations(cache: Path) -> int:

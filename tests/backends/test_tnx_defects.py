@@ -19,12 +19,15 @@ from djl_python_neuronx.errors import BackendError, ConfigError  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
-from tests.backends.test_tnx_service import BASE, ENVIRON  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
-from tests.backends.tnx_plans import tnx_plan  # noqa: E402
+from tests.backends.tnx_plans import (  # noqa: E402
+    BASE,
+    ENVIRON,
+    tnx_plan,
+)
 from tests.doubles.device_driver import logits_of, make_rows  # noqa: E402
 from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
-from tests.server.test_app import TINY_LLAMA, Running  # noqa: E402
+from tests.server.running import TINY_LLAMA, Running  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

@@ -22,10 +22,15 @@ from djl_python_neuronx.server import models  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_plans import CACHE  # noqa: E402
-from tests.doubles.djl_peer import REST, Answer, Peer  # noqa: E402
+from tests.djl.folders import MODES  # noqa: E402
+from tests.doubles.djl_peer import (  # noqa: E402
+    ENTRY,
+    REST,
+    Answer,
+    Peer,
+)
 from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
-from tests.server.test_app import TINY_LLAMA, Running  # noqa: E402
-from tests.test_handler import ENTRY, MODES  # noqa: E402
+from tests.server.running import TINY_LLAMA, Running  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 

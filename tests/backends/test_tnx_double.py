@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
-import random
 import sys
 import types
-from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,8 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import tnx
-from djl_python_neuronx.backends.base import Backend, Want
+from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.backends.env import count_cores
-from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import (
     ArtifactError,
     BackendError,
@@ -30,45 +26,19 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
 )
 from djl_python_neuronx.planning import backend_choice
-from djl_python_neuronx.types import GenerationRequest
+from tests.backends.double_traffic import VOCAB_SIZE, assert_expected, folder_of
 from tests.backends.tnx_plans import tnx_plan
 from tests.doubles import tnx_double
 from tests.doubles.device_driver import Text
 from tests.doubles.mixed_driver import assert_like_alone_in_chunks
 from tests.doubles.toy_backend import expected
 
-VOCAB_SIZE = 101
 WAYS = [("llama", True), ("llama", False), ("opt", False), ("gpt2", False)]
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tnx_double.Model]:
     return tnx_double.install(monkeypatch)
-
-
-def folder_of(directory: Path, model_type: str, **settings: object) -> Path:
-    config = {"model_type": model_type, "vocab_size": VOCAB_SIZE, **settings}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def assert_expected(backend: Backend, seed: int, window: int = 0) -> None:
-    """Random traffic; the tokens of each request are those that it gets alone."""
-    draw, engine = random.Random(seed), Engine(backend)
-    prompts = [draw.choices(range(1, VOCAB_SIZE), k=draw.randint(1, 20)) for _ in range(40)]
-    lengths = [draw.randint(1, 48 - len(prompt)) for prompt in prompts]
-    arrivals = [draw.randint(0, 150) for _ in prompts]
-    found: dict[str, list[int]] = defaultdict(list)
-    for turn in range(2000):
-        for i, arrival in enumerate(arrivals):
-            if arrival == turn:
-                engine.add(GenerationRequest(str(i), prompts[i], max_new_tokens=lengths[i]))
-        for output in engine.step().outputs:
-            assert output.error is None, output.error
-            found[output.request_id] += output.token_ids
-    for i, prompt in enumerate(prompts):
-        alone = expected(prompt, lengths[i], vocab_size=VOCAB_SIZE, window=window)
-        assert found[str(i)] == alone
 
 
 @pytest.mark.parametrize("seed", range(3))

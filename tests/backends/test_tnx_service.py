@@ -19,8 +19,6 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from soak import engines  # noqa: E402
-
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Want  # noqa: E402
 from djl_python_neuronx.backends.tnx.model import CLASSES  # noqa: E402
@@ -37,22 +35,15 @@ from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
-from tests.backends.tnx_plans import CACHE, VARIANTS  # noqa: E402
+from tests.backends.tnx_plans import BASE, CACHE, ENVIRON, VARIANTS  # noqa: E402  # noqa: E402
+from tests.backends.top_tokens import assert_top_tokens  # noqa: E402
 from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
 from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
-from tests.server.test_app import TINY_LLAMA, Running, checks  # noqa: E402
-from tests.test_speculation import assert_top_tokens  # noqa: E402
+from tests.processes import engines  # noqa: E402
+from tests.server.running import TINY_LLAMA, Running, checks  # noqa: E402
 
 pytestmark = pytest.mark.tnx
 
-BASE = {
-    "model_loader": "tnx",
-    "tensor_parallel_degree": "2",
-    "dtype": "fp32",
-    "n_positions": "256",
-    "max_rolling_batch_size": "4",
-}
-ENVIRON = {"NEURON_RT_NUM_CORES": "8", "NEURON_COMPILE_CACHE_URL": CACHE}
 WAYS: dict[str, dict[str, str]] = {
     "continuous": {},
     "static": {"rolling_batch_strategy": "naive_rolling_batch"},

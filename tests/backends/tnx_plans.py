@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -132,3 +133,19 @@ def tnx_plan(
         speculative_length=num_speculative_tokens,
         **{**(in_blocks if block_size else {}), **more},
     )
+
+
+BASE = {
+    "model_loader": "tnx",
+    "tensor_parallel_degree": "2",
+    "dtype": "fp32",
+    "n_positions": "256",
+    "max_rolling_batch_size": "4",
+}
+ENVIRON = {"NEURON_RT_NUM_CORES": "8", "NEURON_COMPILE_CACHE_URL": CACHE}
+
+
+def cached_in(cache: Path, plan: LoadPlan) -> LoadPlan:
+    """The plan with a compiler's cache of its own, in which every compilation leaves a folder."""
+    environment = {"NEURON_COMPILE_CACHE_URL": str(cache)}
+    return replace(plan, arguments=replace(plan.arguments, environment=environment))

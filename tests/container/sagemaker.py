@@ -24,7 +24,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from tests.clients.sdks import MODEL
-from tests.djl.java import children, tree, wait_until
+from tests.processes import children, tree, wait_until
 
 PING_S = 2.0
 """Time that a container has to answer a probe."""
@@ -140,7 +140,7 @@ class Container:
         if not namespace:
             self.pid = self._process.pid
         else:
-            self.pid = wait_until(lambda: children(self._process.pid), self.tail)[0]
+            (self.pid,) = wait_until(lambda: children(self._process.pid), self.tail)
 
     def connect(self, timeout_s=60.0):
         return HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)

@@ -24,7 +24,7 @@ from tests.container.sagemaker import (
     missing,
     no_network,
 )
-from tests.djl.java import wait_gone, wait_until
+from tests.processes import wait_gone, wait_until
 
 if "CONTAINER_COMMAND" not in os.environ:
     pytest.importorskip("torch", reason="needs the `cpu` extra")

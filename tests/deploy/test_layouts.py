@@ -208,7 +208,7 @@ def test_a_notebook_on_jumpstarts_folder_gets_its_answers(tmp_path):
     from djl_python_neuronx.server.models import Model
     from djl_python_neuronx.service import Service
     from tests.clients.front import forward, front
-    from tests.server.test_app import Running
+    from tests.server.running import Running
 
     environ = {
         **JUMPSTART,

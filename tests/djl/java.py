@@ -13,16 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
 
+from tests.processes import PATIENCE_S, alive, children, command_line, wait_until
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PATIENCE_S = 120.0
-"""How long a hang lasts before it fails a test; nothing that works waits for its end."""
 PROGRAMS = ("java", "javac", "mvn")
 JVM_OPTIONS = (
     "-XX:TieredStopAtLevel=1",
@@ -188,7 +187,7 @@ class Java:
 
     def workers(self, folder=None):
         """Ids of the living Python processes that Java has started, of all models or of that of a folder."""
-        found = [pid for pid in children(self._process.pid) if is_alive(pid)]
+        found = [pid for pid in children(self._process.pid) if alive(pid)]
         return [pid for pid in found if folder is None or str(folder) in command_line(pid)]
 
     def wait_log(self, text, count=1):
@@ -251,55 +250,3 @@ def _encoded(body):
     if not isinstance(body, bytes):
         body = (body if isinstance(body, str) else json.dumps(body)).encode()
     return base64.b64encode(body).decode()
-
-
-def wait_until(condition, why=lambda: "", patience_s=PATIENCE_S):
-    """Wait for a condition; returns its value."""
-    deadline_s = time.monotonic() + patience_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, why()
-        time.sleep(0.02)
-    return value
-
-
-def children(pid):
-    """Ids of the processes that all threads of a process have started."""
-    found = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, listing.read_text().split())
-    return found
-
-
-def engine_processes(worker):
-    """Ids of the engine processes of a worker. Between each and the worker is a guard."""
-    guards = [
-        pid for pid in children(worker) if any("guard.py" in one for one in command_line(pid))
-    ]
-    return [pid for guard in guards for pid in children(guard) if is_alive(pid)]
-
-
-def tree(pid):
-    """The id of a process and those of its descendants."""
-    return [pid, *(each for child in children(pid) for each in tree(child))]
-
-
-def command_line(pid):
-    """The arguments of a process; an empty list if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
-
-
-def is_alive(pid):
-    """False if a process is gone, or only its parent has not asked for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_gone(pids):
-    """Wait until none of the processes lives."""
-    wait_until(lambda: not any(map(is_alive, pids)), lambda: str([*map(command_line, pids)]))

@@ -9,28 +9,13 @@ import time
 
 import pytest
 
-from tests.djl.conftest import MODEL, MODES, write_model, write_toy
-from tests.djl.java import (
-    PATIENCE_S,
-    LoadError,
-    engine_processes,
-    is_alive,
-    tree,
-    wait_gone,
-    wait_until,
-)
-from tests.djl.test_modes import CHECKS, body, generated
+from tests.djl.folders import MODEL, MODES, write_model, write_toy
+from tests.djl.java import LoadError
+from tests.djl.questions import CHECKS, LONG, ask, body
+from tests.processes import PATIENCE_S, alive, engines, tree, wait_gone, wait_until
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl
-
-
-def ask(java, model, num_requests=3):
-    """Right answers to some requests at once."""
-    checks = CHECKS[:num_requests]
-    bodies = [body(check["prompt"], check["max_new_tokens"]) for check in checks]
-    answers = java.submit(model, *bodies)
-    assert [generated(answer) for answer in answers] == [check["completion"] for check in checks]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,12 +95,10 @@ def mortal(mode, start_java, tmp_path_factory):
         wait_gone(left)
 
 
-LONG = body(num_tokens=400, ignore_eos=True, stream=True)
-
-
 def engine_of(worker):
     """The id of the engine process."""
-    return wait_until(lambda: engine_processes(worker))[0]
+    (engine,) = wait_until(lambda: engines(worker))
+    return engine
 
 
 def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(mortal):
@@ -138,7 +121,7 @@ def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(m
             assert end.get("code", 200) >= 500 or end["generated_text"] == check["completion"]
         assert all(answer.errors == [] for answer in [*victims, *answers])
         ask(java, "tiny", len(checks))
-        assert not is_alive(engine)
+        assert not alive(engine)
     assert java.workers(folder) == [worker]
 
 

@@ -8,32 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.clients import hostile, sdks
-from tests.djl.conftest import MAX_RUNNING, MAX_WAITING, MODEL, write_model
+from tests.djl.folders import MAX_RUNNING, MAX_WAITING, MODEL, write_model
+from tests.djl.questions import CHECKS, COUNT, body, generated
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl
 
-CHECKS = [json.loads(line) for line in (MODEL / "checks.jsonl").read_text().splitlines()]
 NUM_REQUESTS, NUM_CLIENTS = 40, 16
-COUNT = "1 2 3 4 5"
 JSON, JSON_LINES = "application/json", "application/jsonlines"
-
-
-def body(prompt=COUNT, num_tokens=20, *, stream=False, **parameters):
-    parameters = {"max_new_tokens": num_tokens, **parameters}
-    return {"inputs": prompt, "parameters": parameters, "stream": stream}
 
 
 def one(java, request, **more):
     (answer,) = java.submit("tiny", request, **more)
     return answer.wait()
-
-
-def generated(answer):
-    """The text of a whole answer or of a stream's last line."""
-    answer.wait()
-    assert (answer.status, answer.errors) == (200, []), answer.content
-    return json.loads(answer.content.splitlines()[-1])["generated_text"]
 
 
 def test_many_at_once_get_their_own_right_answers(served):

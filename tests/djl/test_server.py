@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.djl.conftest import write_model, write_toy
-from tests.djl.java import PATIENCE_S, ROOT, command_line, tree, wait_gone, wait_until
-from tests.djl.test_late import TEXT, body
-from tests.djl.test_modes import CHECKS
+from tests.djl.folders import write_model, write_toy
+from tests.djl.java import ROOT
+from tests.djl.questions import CHECKS, TOY_TEXT, toy_body
+from tests.processes import PATIENCE_S, command_line, tree, wait_gone, wait_until
 
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -137,19 +137,19 @@ def test_a_model_that_cannot_load_fails_alone(server):
     assert status == 500
     assert {name for name, one in models.items() if one == "HEALTHY"} == models.keys() - {"broken"}
     assert "unknown option 'dtyp'" in server.log.read_text()
-    assert server.ask("broken", body()).status_code == 503
+    assert server.ask("broken", toy_body()).status_code == 503
     assert ask_tiny(server).json() == {"generated_text": CHECKS[0]["completion"]}
 
 
 @pytest.mark.parametrize("model", ["late_async", "late_rolling"])
 def test_a_json_answer_arrives_that_takes_longer_than_chunked_read_timeout(server, model):
     wait_until(lambda: server.health()[0], server.tail)
-    answer = server.ask(model, body())
+    answer = server.ask(model, toy_body())
     assert answer.elapsed.total_seconds() > READ_TIMEOUT_S
     assert answer.status_code == 200
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.content.startswith(b" ")
-    assert json.loads(answer.content) == {"generated_text": TEXT}
+    assert json.loads(answer.content) == {"generated_text": TOY_TEXT}
 
 
 def test_a_killed_process_is_started_again_within_retry_threshold(server):

@@ -8,10 +8,9 @@ import signal
 
 import pytest
 
-from tests.djl.conftest import write_model
-from tests.djl.java import engine_processes, tree, wait_gone, wait_until
-from tests.djl.test_lives import LONG, ask
-from tests.djl.test_modes import CHECKS, body, generated
+from tests.djl.folders import write_model
+from tests.djl.questions import CHECKS, LONG, ask, body, generated
+from tests.processes import engines, tree, wait_gone, wait_until
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl
@@ -38,14 +37,14 @@ def java(start_java, tmp_path_factory):
         wait_gone(left)
 
 
-def engines(java, name):
+def engines_of(java, name):
     """Ids of a model's engine processes."""
-    return [pid for worker in java.workers(java.folders[name]) for pid in engine_processes(worker)]
+    return [pid for worker in java.workers(java.folders[name]) for pid in engines(worker)]
 
 
 def test_every_worker_of_every_model_gives_right_answers(java):
     assert [len(java.workers(folder)) for folder in java.folders.values()] == [2, 1]
-    assert [len(engines(java, name)) for name in java.folders] == [2, 2]
+    assert [len(engines_of(java, name)) for name in java.folders] == [2, 2]
     bodies = [
         body(check["prompt"], check["max_new_tokens"], stream=i % 2 == 0)
         for i, check in enumerate(CHECKS_EACH)
@@ -63,7 +62,7 @@ def test_every_worker_of_every_model_gives_right_answers(java):
 def test_a_killed_engine_costs_its_own_requests_alone(java, name):
     (other,) = java.folders.keys() - {name}
     workers = set(java.workers())
-    before = engines(java, name)
+    before = engines_of(java, name)
     victims = java.submit(name, *[LONG] * 3 * SLOTS)
     others = java.submit(other, *[LONG] * SLOTS)
     # More than one engine holds.
@@ -77,6 +76,6 @@ def test_a_killed_engine_costs_its_own_requests_alone(java, name):
     assert 1 <= len(lost) <= SLOTS
     assert {end["generated_text"] for end in ends if end not in lost} == {text}
     ask(java, name, 16)
-    wait_until(lambda: len(engines(java, name)) == 2, java.tail)
-    assert before[1] in engines(java, name)
+    wait_until(lambda: len(engines_of(java, name)) == 2, java.tail)
+    assert before[1] in engines_of(java, name)
     assert set(java.workers()) == workers

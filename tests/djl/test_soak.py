@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from soak import Djl, Holdings, Mix, engines, settled
+from soak import Djl, Holdings, Mix, settled
+
+from tests.processes import engines
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl

@@ -30,6 +30,7 @@ from tests.doubles.djl_engine_double import TRACKING_ID, Connection, encoded_str
 
 ROOT = Path(__file__).parents[2]
 DOUBLE = Path(__file__).with_name("djl_engine_double.py")
+ENTRY = "tests.doubles.djl_entry"
 STARTUP_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
 MAX_CONTENT_BYTES = 20 * 1024 * 1024

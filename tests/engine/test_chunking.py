@@ -19,7 +19,7 @@ from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import IncompatibleOptionsError, PromptTooLongError, StepError
 from djl_python_neuronx.types import FinishReason
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.engine.test_engine import assert_clean, request, run, tokens
+from tests.engine.steps import assert_clean, request, run, tokens
 
 SPEC = replace(TOY_SPEC, mixed_steps=True, prefill_buckets=(4, 8, 16), eos_ids=frozenset())
 

@@ -12,7 +12,7 @@ from djl_python_neuronx.engine.detokenizer import TextStream
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.artifacts import tokenizer_folders as folders
-from tests.engine.test_engine import across_the_border
+from tests.engine.steps import across_the_border
 
 MADE = {
     "byte_level": folders.byte_level(),

@@ -33,17 +33,8 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.types import FinishReason, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_tokenizer import TOKENIZER
-from tests.engine.test_loop import (
-    LONG,
-    PATIENCE_S,
-    Parts,
-    Recorder,
-    collect,
-    request,
-    shown,
-    text,
-    wait_until,
-)
+from tests.engine.loops import LONG, Parts, Recorder, collect, request, shown, text
+from tests.processes import PATIENCE_S, wait_until
 
 SYSTEM = [5, 6] * BLOCK_TOKENS
 """A prompt of two blocks."""

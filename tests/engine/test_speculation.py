@@ -23,7 +23,7 @@ from djl_python_neuronx.errors import DeviceMemoryError, StepError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.engine.test_engine import across_the_border, assert_clean, request, run, tokens
+from tests.engine.steps import across_the_border, assert_clean, request, run, tokens
 
 NUM_DRAFTS = 3
 SPEC = replace(

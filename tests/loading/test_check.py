@@ -26,13 +26,11 @@ from djl_python_neuronx.loading.check import Placement, check, check_all
 from djl_python_neuronx.loading.report import all_as_json, as_json, as_property, bar, gib, render
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
-from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from tests.doubles import remote_doubles
+from tests.loading.checking import INF2, LAPTOP, ROOT, TINY, folder, printed, run
 
-ROOT = Path(__file__).parents[2]
 MODELS = Path(__file__).parents[1] / "planning" / "models"
-TINY = ROOT / "examples" / "tiny-llama"
 HUB = {
     "EleutherAI/gpt-j-6b": "gpt-j-6b",
     "EleutherAI/gpt-neox-20b": "gpt-neox-20b",
@@ -58,7 +56,6 @@ RECIPES = {
     "opt-13b-inf2": ("inf2.24xlarge", "tnx", None),
 }
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.properties"))
-LAPTOP = DeviceInfo(None, 0, 0, 64 * 2**30, 8, "a laptop")
 HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "prometheus_client"}
 
 
@@ -83,26 +80,6 @@ def process(environ, monkeypatch):
 def laptop(monkeypatch):
     """A machine without Neuron, whatever runs the tests."""
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: LAPTOP)
-
-
-def folder(path, text="", config=None):
-    """A model folder without weights."""
-    config = json.loads((TINY / "config.json").read_text()) if config is None else config
-    (path / "config.json").write_text(json.dumps(config))
-    if text:
-        (path / "serving.properties").write_text(text)
-    return str(path)
-
-
-def run(target, environ=None, machine=None, **options):
-    machine = machines.named(machine) if isinstance(machine, str) else machine
-    return check(str(target), environ=environ or {}, overrides=options, machine=machine)
-
-
-def printed(report, **kwargs):
-    stream = io.StringIO()
-    render(Placement((report,), report.findings, ()), stream, **kwargs)
-    return stream.getvalue()
 
 
 def test_every_recipe_is_listed():
@@ -415,7 +392,6 @@ def test_a_draft_model_by_a_wrong_path_is_told_by_its_own_option(environ):
         assert "option.model_id" not in error
 
 
-INF2 = machines.named("inf2.xlarge")
 BOTH = {"nxdi": "installed", "tnx": "installed"}
 LOADERS = [
     # options, the machine at hand, --instance, what is installed, model_type, loader

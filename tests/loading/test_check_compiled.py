@@ -22,7 +22,7 @@ from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.plan import graph_options
 from tests.artifacts import folders
 from tests.doubles import remote_doubles
-from tests.loading.test_check import INF2, LAPTOP, TINY, folder, printed, run
+from tests.loading.checking import INF2, LAPTOP, TINY, folder, printed, run
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 PINNED = {"tensor_parallel_degree": "2", "n_positions": "128", "max_rolling_batch_size": "2"}

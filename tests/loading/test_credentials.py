@@ -17,8 +17,8 @@ from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.report import as_json, render
 from djl_python_neuronx.planning.machines import named
 from tests.doubles.neuron_machine import TINY
-from tests.test_errors import S3
 
+S3 = "s3://AKIADUMMYDUMMYDUMMY0:dummy/Dummy+dummyDUMMYdummyDUMMYdummy00@bucket/llama"
 HTTPS = "https://me:DUMMY/pass@host.invalid/x?X-Amz-Signature=DUMMY"
 CPU = {"model_loader": "cpu", "n_positions": "64", "max_rolling_batch_size": "1"}
 TNX = {"model_loader": "tnx", "n_positions": "64", "tensor_parallel_degree": "1"}

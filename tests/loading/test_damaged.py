@@ -9,10 +9,11 @@ from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.machines import named
-from tests.artifacts import folders, test_damaged
+from tests.artifacts import folders
+from tests.artifacts.damages import CASES, GRAPHS
 
 ON_CPU = {"model_loader": "cpu"}
-MISMATCHES = {name for name in test_damaged.CASES if name.startswith("wrong_")}
+MISMATCHES = {name for name in CASES if name.startswith("wrong_")}
 """Of options, not of the folder: tests/loading/test_check_compiled.py has them."""
 PLANNED = {"no_weights"}
 """A configuration alone is enough for a plan."""
@@ -30,12 +31,10 @@ def refusal(path, overrides):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(test_damaged.CASES.keys() - MISMATCHES - test_damaged.GRAPHS)
-)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - MISMATCHES - GRAPHS))
 def test_check_refuses_what_a_start_refuses(tmp_path, name):
     path = tmp_path / "model"
-    test_damaged.CASES[name](path)
+    CASES[name](path)
     report = check(str(path), environ={}, overrides=ON_CPU)
     level = "warning" if name in PLANNED else "error"
     said = "\n".join(report.findings.messages(level))
@@ -43,10 +42,10 @@ def test_check_refuses_what_a_start_refuses(tmp_path, name):
     assert not report.loadable
 
 
-@pytest.mark.parametrize("name", sorted(test_damaged.GRAPHS))
+@pytest.mark.parametrize("name", sorted(GRAPHS))
 def test_check_refuses_damaged_graphs_as_a_start_does(tmp_path, name):
     path = tmp_path / "graphs"
-    named_file, error = test_damaged.CASES[name](path)
+    named_file, error = CASES[name](path)
     model = folders.huggingface(tmp_path / "model")
     (model / "tokenizer.json").touch()
     overrides = {"model_loader": "tnx", "compiled_graph_path": str(path)}

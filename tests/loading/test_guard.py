@@ -13,6 +13,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.loading import compile_process
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess
 from djl_python_neuronx.loading.guard import guarded
+from tests.processes import alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard is for Linux")
 
@@ -55,15 +56,6 @@ def pids_in(path, count):
             return [int(pid) for pid in pids]
         time.sleep(0.01)
     pytest.fail(f"not {count} processes: {pids}")
-
-
-def alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    # A zombie has ended; whoever adopted it (a container's first process) may never collect it.
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def all_gone(pids):

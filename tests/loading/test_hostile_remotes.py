@@ -17,7 +17,7 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.service import Service
 from tests.artifacts.folders import tensors
-from tests.artifacts.test_hub import Hub
+from tests.doubles.hub import Hub
 from tests.doubles.remote_doubles import Quiet, serving
 
 MODEL = "evil/m"

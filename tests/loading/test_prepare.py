@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from soak import engines
+
+from tests.processes import engines
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -43,7 +44,7 @@ from tests.doubles.neuron_machine import GRAPHS, TINY, load
 from tests.doubles.s3_proxy import wait_until
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
-from tests.loading.test_guard import alive
+from tests.processes import alive
 
 pytest_plugins = ["tests.doubles.neuron_fixtures"]
 

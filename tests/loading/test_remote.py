@@ -14,7 +14,7 @@ pytest.importorskip("moto.server", reason="moto[server] is not installed")
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
-from tests.artifacts.test_hub import Hub
+from tests.doubles.hub import Hub
 from tests.doubles.neuron_machine import GRAPHS, TINY, load
 from tests.doubles.s3_rig import KEYS
 

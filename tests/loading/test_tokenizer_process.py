@@ -31,6 +31,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading import tokenizer_process
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
 from tests.artifacts import tokenizer_folders as folders
+from tests.processes import descendants
 
 PATIENCE_S = 60.0
 MADE = {
@@ -157,15 +158,6 @@ def test_a_call_that_takes_the_memory_costs_itself(tmp_path):
         tokenizer.encode_chat(MESSAGES)
     assert tokenizer.decode(tokenizer.encode("The fox")) == "The fox"
     tokenizer.close()
-
-
-def children(pid):
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return [int(one) for one in found.stdout.split()]
-
-
-def descendants(pid):
-    return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 def gone(pids):

@@ -12,7 +12,7 @@ from djl_python_neuronx.errors import RequestError, StepError
 from djl_python_neuronx.protocol.base import ParsedRequest
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
-from tests.protocol.test_lmi import parse
+from tests.protocol.parsing import parse
 
 STREAMS = {"x-amzn-sagemaker-forwarded-api": "InvokeEndpointWithResponseStream"}
 

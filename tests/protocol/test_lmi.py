@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     BodyTooLargeError,
@@ -31,14 +29,7 @@ from djl_python_neuronx.protocol.base import (
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 from tests.doubles.toy_tokenizer import TOKENIZER
-
-
-def parse(payload: object, **context: Any) -> ParsedRequest:
-    body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-    facts = {field.name for field in dataclasses.fields(ParseContext)}
-    options = ServingOptions(**{name: context.pop(name) for name in context.keys() - facts})
-    context = {"tokenizer": TOKENIZER, "request_id": "r", "options": options, **context}
-    return parse_body(body, ParseContext(**context))
+from tests.protocol.parsing import parse
 
 
 def with_parameters(**parameters: Any) -> ParsedRequest:

@@ -24,8 +24,9 @@ from djl_python_neuronx.server.models import Model  # noqa: E402
 from tests.doubles.toy_backend import ToyBackend, expected  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
 from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
+from tests.processes import PATIENCE_S  # noqa: E402
 from tests.protocol.wire_schemas import SCHEMAS  # noqa: E402
-from tests.server.test_app import PATIENCE_S, Running, http  # noqa: E402
+from tests.server.running import Running, http  # noqa: E402
 
 RECORDED: dict[str, dict[str, Any]] = {
     f"{file.stem}: {request['name']}": request

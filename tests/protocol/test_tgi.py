@@ -23,7 +23,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import ParsedRequest
 from djl_python_neuronx.types import FinishReason
-from tests.protocol.test_lmi import parse
+from tests.protocol.parsing import parse
 
 TOP = Token(2, "<eos>", -0.5, True)
 TOKEN = {"id": 7, "text": "one", "logprob": -0.5, "special": False}

@@ -10,7 +10,7 @@ import pytest
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnknownModelError
 from djl_python_neuronx.protocol import answer_error
-from tests.protocol.test_lmi import parse
+from tests.protocol.parsing import parse
 
 FACTS = {"max_model_len": 128, "vocab_size": 300}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
 import socket
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -36,7 +34,6 @@ from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS  # noqa: E
 from djl_python_neuronx.server.app import (  # noqa: E402
     LONG_BODY_BYTES,
     Application,
-    Server,
 )
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
@@ -45,44 +42,18 @@ from tests.clients import hostile  # noqa: E402
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
 from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
-
-PATIENCE_S = 120.0
-"""How long a hang lasts before it fails a test; nothing that works waits for its end."""
-CROSSING_S = 0.02
-"""A step that is so slow that an abort reaches the engine long before a sequence of a hundred tokens ends."""
-# As httpx.get and httpx.post, a connection per request, but those wait for five seconds only.
-http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
-
-
-class Running:
-    """A server on a free port of 127.0.0.1, in a thread."""
-
-    def __init__(self, application: Application, drain_s: float = 5.0, **edges: Any) -> None:
-        """`edges`: more arguments of `Server`."""
-        self.application = application
-        self._server = Server(application, "127.0.0.1", 0, drain_s, **edges)
-        # An end by force has status 0 after a drain: here it would end the tests as if all had passed.
-        self._server._end_late = lambda: os._exit(1)  # type: ignore[method-assign]
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        wait_until(lambda: self._server.started)
-        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(PATIENCE_S)
-
-
-def num_descriptors(pid: int | str = "self") -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.005)
+from tests.processes import PATIENCE_S, held_port, wait_until  # noqa: E402
+from tests.server.running import (  # noqa: E402
+    CROSSING_S,
+    TINY_LLAMA,
+    Running,
+    answer,
+    body,
+    checks,
+    http,
+    num_descriptors,
+    serving,
+)
 
 
 def slots_in_use(url: str) -> float:
@@ -107,19 +78,6 @@ def server(backend: ToyBackend) -> Iterator[Running]:
     backend.resume.set()
     running.close()
     application.models[0].service.close()
-
-
-def body(prompt: list[int], max_new_tokens: int = 5, **more: Any) -> dict[str, Any]:
-    parameters = {
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": True,
-        **more.pop("parameters", {}),
-    }
-    return {"inputs": "".join(f"<{i}>" for i in prompt), "parameters": parameters, **more}
-
-
-def answer(prompt: list[int], num_tokens: int = 5) -> str:
-    return TOKENIZER.decode(expected([1, *prompt], num_tokens))
 
 
 def test_no_header_or_query_sets_anything(server: Running) -> None:
@@ -165,17 +123,6 @@ FIXED = replace(TOY_SPEC, outputs=Want.TOKENS, fixed_sampling=(50.0, 0.5, 2.0))
 
 
 ROWS = {"mode": "dynamic", "largest_top_k": 64}
-
-
-@contextmanager
-def serving(spec: ModelSpec) -> Iterator[str]:
-    """The URL of a server with a toy of this spec."""
-    application = Application(Model("toy"))
-    application.models[0].service = toy_service(ToyBackend(spec))
-    running = Running(application)
-    yield running.url
-    running.close()
-    application.models[0].service.close()
 
 
 @pytest.mark.parametrize(
@@ -914,15 +861,6 @@ def serve_process(folder: Path, port: int, *arguments: str) -> subprocess.Popen[
     )
 
 
-@contextmanager
-def held_port() -> Iterator[int]:
-    """A port that nobody is given meanwhile, and that a server with SO_REUSEADDR may listen on."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield int(held.getsockname()[1])
-
-
 @pytest.fixture
 def port() -> Iterator[int]:
     with held_port() as number:
@@ -956,16 +894,6 @@ def test_unknown_options_end_the_process_with_all_of_them(tmp_path: Path, port: 
     ):
         assert said in log
     assert "Traceback" not in log
-
-
-TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
-
-
-def checks() -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (TINY_LLAMA / "checks.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
 
 
 @pytest.fixture

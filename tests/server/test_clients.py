@@ -21,7 +21,7 @@ from tests.clients import sdks
 from tests.clients.front import forward, front
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
-from tests.server.test_app import Running
+from tests.server.running import Running
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,8 @@ from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import log_load_failure, setup_logging  # noqa: E402
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
-from tests.server.test_app import PATIENCE_S, Running, answer, body, wait_until  # noqa: E402
-from tests.server.test_hostile import (  # noqa: E402
+from tests.processes import PATIENCE_S, wait_until  # noqa: E402
+from tests.server.raw_http import (  # noqa: E402
     CHUNKED,
     CLOSE,
     REQUEST,
@@ -52,6 +52,7 @@ from tests.server.test_hostile import (  # noqa: E402
     talk,
     wait_for_connections,
 )
+from tests.server.running import Running, answer, body  # noqa: E402
 
 KEY, OTHER = "sk-first-0123456789", "sk-second"
 DIGESTS = read_keys(None, f"{KEY}, {OTHER}")

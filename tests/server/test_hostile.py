@@ -9,14 +9,13 @@ import resource
 import select
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
@@ -35,41 +34,23 @@ from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
 from djl_python_neuronx.service import TEXT_THREADS
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
-from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import PanickingTokenizer, ToyTokenizer
-from tests.server.test_app import (
-    CROSSING_S,
-    PATIENCE_S,
-    Running,
-    answer,
-    body,
-    held_port,
-    num_descriptors,
-    wait_until,
+from tests.processes import PATIENCE_S, held_port, wait_until
+from tests.server.raw_http import (
+    CHUNKED,
+    CLOSE,
+    REQUEST,
+    SHORT_S,
+    connect,
+    content,
+    post,
+    read_all,
+    serving,
+    status,
+    talk,
+    wait_for_connections,
 )
-
-SHORT_S = 0.2
-"""A time limit that a test waits for."""
-
-
-@contextmanager
-def serving(
-    backend: ToyBackend | None = None,
-    tls: ssl.SSLContext | None = None,
-    api_keys: Sequence[bytes] = (),
-    **options: Any,
-) -> Iterator[Running]:
-    """A server with these options."""
-    backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
-    application = Application(Model("toy"))
-    application.models[0].service = toy_service(backend, **options)
-    running = Running(application, tls=tls, api_keys=api_keys)
-    try:
-        yield running
-    finally:
-        backend.resume.set()
-        running.close()
-        application.models[0].service.close()
+from tests.server.running import CROSSING_S, Running, answer, body, num_descriptors
 
 
 @pytest.fixture(scope="module")
@@ -78,51 +59,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def connect(server: Running, **options: int) -> socket.socket:
-    client = socket.socket()
-    for name, value in options.items():
-        client.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
-    client.settimeout(PATIENCE_S)
-    client.connect(("127.0.0.1", server.port))
-    return client
-
-
-def read_all(client: socket.socket) -> bytes:
-    """Everything until the server closes. A reset is an error of the test: the answer may be lost by it."""
-    parts = []
-    while part := client.recv(65536):
-        parts.append(part)
-    client.close()
-    return b"".join(parts)
-
-
-def talk(server: Running, content: bytes) -> bytes:
-    client = connect(server)
-    client.sendall(content)
-    return read_all(client)
-
-
-def status(reply: bytes) -> int:
-    return int(reply.split(b" ", 2)[1])
-
-
-def content(reply: bytes) -> dict[str, Any]:
-    head, _, rest = reply.partition(b"\r\n\r\n")
-    assert b"content-type: application/json" in head.lower(), reply
-    fields: dict[str, Any] = json.loads(rest)
-    assert fields["code"] == status(reply)
-    return fields
-
-
-def post(payload: bytes, *headers: str, path: str = "/invocations", length: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: toy", *headers]
-    if length:
-        lines.append(f"Content-Length: {len(payload)}")
-    return "\r\n".join([*lines, "", ""]).encode() + payload
-
-
-REQUEST = json.dumps(body([5, 6])).encode()
-CLOSE = "Connection: close"
 PROBE = b"GET /ping HTTP/1.1\r\nHost: toy\r\n\r\n"
 
 
@@ -134,9 +70,6 @@ def assert_serves(server: Running) -> None:
     service.options = service.options.model_copy(update=patient)
     reply = talk(server, post(REQUEST, CLOSE))
     assert json.loads(reply.partition(b"\r\n\r\n")[2]) == {"generated_text": answer([5, 6])}
-
-
-CHUNKED = "Transfer-Encoding: chunked"
 
 
 @pytest.mark.parametrize(
@@ -362,12 +295,6 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
         wait_until(lambda: not server._server.server_state.connections)
         assert_serves(server)
         client.close()
-
-
-def wait_for_connections(server: Running, number: int) -> list[Any]:
-    connections = server._server.server_state.connections
-    wait_until(lambda: len(connections) == number)
-    return list(connections)
 
 
 def test_a_client_that_reads_steadily_keeps_its_answer() -> None:

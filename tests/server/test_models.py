@@ -24,7 +24,8 @@ from djl_python_neuronx.service import Service
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import ToyTokenizer
-from tests.server.test_app import PATIENCE_S, Running, answer, body, http, wait_until
+from tests.processes import PATIENCE_S, wait_until
+from tests.server.running import Running, answer, body, http
 
 NAMES = ("a", "b")
 

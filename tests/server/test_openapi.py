@@ -30,7 +30,7 @@ from djl_python_neuronx.server.keys import read_keys  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
-from tests.server.test_app import Running, http, serving  # noqa: E402
+from tests.server.running import Running, http, serving  # noqa: E402
 
 NIGHTLY_EXAMPLES, EXAMPLES = 300, 30
 STREAMS = {"application/jsonlines": "\n", "text/event-stream": "\n\n"}

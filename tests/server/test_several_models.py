@@ -18,8 +18,10 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import pytest
-from soak import ROOT, Embedded, engines, engines_of, wait_until
+from soak import ROOT, Embedded, wait_until
 from soak_answers import FORMS, MODEL, Question, judge
+
+from tests.processes import engines, engines_of
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 torch = pytest.importorskip("torch", reason="needs the `cpu` extra")

@@ -39,7 +39,8 @@ from tests.doubles import toy_service as toys
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import ToyTokenizer
-from tests.server.test_app import CROSSING_S, PATIENCE_S, Running, answer
+from tests.processes import PATIENCE_S
+from tests.server.running import CROSSING_S, Running, answer
 
 LIMIT_S = 3.0
 MESSAGES = [
