@@ -165,9 +165,14 @@ class S3Folder:
         for attempt in itertools.count(1):
             try:
                 response = self.client.get_object(Bucket=self.bucket, Key=self.prefix + name)
+                content = bytearray()
                 with contextlib.closing(response["Body"]) as body:
-                    is_small = response["ContentLength"] <= _MAX_READ_BYTES
-                    return bytes(body.read()) if is_small else None
+                    # Whatever length the answer declares: a body in chunks may be endless.
+                    while block := body.read(_MAX_READ_BYTES + 1 - len(content)):
+                        content += block
+                        if len(content) > _MAX_READ_BYTES:
+                            return None
+                return bytes(content)
             except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
                 if attempt == _BODY_ATTEMPTS:
                     raise boto.ResponseStreamingError(error=error) from None

@@ -312,8 +312,8 @@ def others(name: str, case: Case) -> Iterator[object]:
             yield from range(options.speculative_length - 1, 0, -1)
         case "rolling_batch_strategy":
             yield from ("continuous_batching", "naive_rolling_batch")
-        case "cast_type":
-            yield "as-declared"
+        case "cast_type" | "attn_kernel_enabled":
+            yield "as-declared" if name == "cast_type" else False
 
 
 def _generation(case: Case) -> tuple[OnDeviceGeneration, str] | None:

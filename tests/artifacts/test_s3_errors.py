@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 
 from djl_python_neuronx.artifacts import fetch as remotes
-from djl_python_neuronx.artifacts import s3_checksums
-from djl_python_neuronx.errors import ArtifactAccessError, ArtifactNotFoundError
+from djl_python_neuronx.artifacts import s3, s3_checksums
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
+from tests.doubles.remote_doubles import Quiet, serving
 from tests.doubles.s3_proxy import Fault
 from tests.doubles.s3_rig import (
     SMALL,
@@ -134,3 +137,27 @@ def test_checksums_that_cannot_be_computed_are_an_error(proxy, bucket, tmp_path,
     with pytest.raises(ArtifactAccessError, match=r"botocore [\d.]+ has no httpchecksum"):
         fetch(proxy, tmp_path)
     assert proxy.seen == []
+
+
+class Endless(Quiet):
+    """An object of 10 bytes by its header, whose body has 64 MiB."""
+
+    requests: ClassVar = []
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):  # noqa: N802
+        self.send_response(200)
+        for name, value in {"Content-Length": "10", "Transfer-Encoding": "chunked"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):  # the client has left
+            for _ in range(64):
+                self.wfile.write(b"100000\r\n" + bytes(2**20) + b"\r\n")
+            self.wfile.write(b"0\r\n\r\n")
+
+
+def test_a_small_object_that_never_ends_is_read_to_the_limit(monkeypatch):
+    monkeypatch.setattr(s3, "_MAX_READ_BYTES", 2**20)
+    environ = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "x"}
+    with serving(Endless) as url, pytest.raises(ArtifactError, match="has more than 1048576 byt"):
+        s3.read(URI, "config.json", {**environ, "AWS_ENDPOINT_URL": url})

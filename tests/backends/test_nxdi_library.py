@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,3 +155,48 @@ def test_the_cache_is_counted_to_the_byte(
     found = needed(facts, load, degree=degree, core_memory_bytes=0, backend="nxdi")
     counted = found.kv_cache + found.padding - without.padding
     assert abs(counted - held / cores) <= 2  # shares are rounded up
+
+
+STRIDED = "strided_context_parallel_kernel_enabled"
+WINDOW = {"sliding_window": 4096}
+RANKS = {"cp_degree": 2, STRIDED: True}
+TWO_IN_ONE = {**RANKS, "logical_nc_config": 2}
+NO_WINDOW, NO_STRIDES = "sliding_window argument is not supported by trn1", "cannot be used"
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "problem"),
+    [
+        (WINDOW, 4096, NO_WINDOW),
+        ({**WINDOW, "attn_kernel_enabled": True}, 512, NO_WINDOW),
+        (WINDOW, 4095, ""),
+        ({**WINDOW, "attn_kernel_enabled": False}, 4096, ""),
+        ({**WINDOW, "cp_degree": 2}, 4096, ""),
+        (RANKS, 64, NO_STRIDES),
+        (TWO_IN_ONE, 4, NO_STRIDES),
+        ({**TWO_IN_ONE, **WINDOW}, 64, NO_STRIDES),
+    ],
+)
+def test_prompts_that_planning_refuses_stop_the_library(
+    fields: dict[str, Any], length: int, problem: str
+) -> None:
+    """`length`: a rank's part of the prompt."""
+    torch = importlib.import_module("torch")
+    kind = library("modules.attention.attention_base").NeuronAttentionBase
+    sizes = {"num_heads": 1, "num_key_value_heads": 1, "num_key_value_groups": 1, "head_dim": 4}
+    attention = SimpleNamespace(
+        cp_degree=1,
+        logical_nc_config=1,
+        padding_side="right",
+        softmax_scale=2.0,
+        torch_dtype=torch.float32,
+        get_learned_sinks=lambda: None,
+    )
+    unset = ("sliding_window", "attn_kernel_enabled", "learned_sinks_size", STRIDED)
+    vars(attention).update({**dict.fromkeys(unset), **sizes, **fields})
+    for name in ("get_flash_attention_strategy", "get_flash_attention_strategy_cp", "scaled_qk"):
+        setattr(attention, name, getattr(kind, name).__get__(attention))
+    values = torch.zeros(1, 1, length, 4)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool)
+    with pytest.raises((AssertionError, ValueError), match=problem) if problem else nullcontext():
+        kind.perform_prefill(attention, values, values, values, length, 1, mask)

@@ -86,6 +86,13 @@ EXPERTS = of("qwen3_moe", num_experts=128, config={"num_experts_per_tok": 8})
 NXDI = {"loader": "nxdi"}
 PROMPTS = {"context_length_estimate": (1001, 4096)}
 FLASH = {**NXDI, "tensor_parallel_degree": 16, "device": TRN1, "shard_over_sequence": True}
+STRIDED = {
+    **NXDI,
+    "device": TRN2,
+    "cp_degree": 2,
+    "context_length_estimate": (2048, 4096),
+    "strided_context_parallel_kernel_enabled": True,
+}
 GROUPS = {
     **NXDI,
     "device": TRN2,
@@ -955,6 +962,39 @@ LAYOUT = [
         "4 cores of a decode are fewer than the 8 KV heads",
         {**NXDI, "attention_dp_degree": 2},
         {"cp_degree": 2},
+    ),
+    *(
+        (
+            "attn_kernel_enabled",
+            "error",
+            f"from {least} tokens on, has no sliding window",
+            {**NXDI, "device": TRN1, "facts": of("mistral", **WINDOW), **prompts},
+            change,
+        )
+        for least, prompts, change in (
+            (4096, {"context_length_estimate": (2048, 4096)}, {"attn_kernel_enabled": False}),
+            (4096, {"context_length_estimate": (2048, 4096)}, {"device": TRN2}),
+            (4096, {"context_length_estimate": (4096,)}, {"context_length_estimate": (4095,)}),
+            (4096, {"context_length_estimate": (4096,)}, {"cp_degree": 2}),
+            (4096, {"context_length_estimate": (4096,)}, {"facts": of("mistral")}),
+            (
+                512,
+                {"context_length_estimate": (2048,), "attn_kernel_enabled": True},
+                {"attn_kernel_enabled": None},
+            ),
+        )
+    ),
+    *(
+        ("strided_context_parallel_kernel_enabled", "error", "more than 256 tokens", wrong, right)
+        for wrong, right in (
+            ({**STRIDED, "device": TRN1}, {"device": TRN2}),
+            ({**STRIDED, "logical_nc_config": 1}, {"logical_nc_config": 2}),
+            ({**STRIDED, "facts": of("mistral", **WINDOW)}, {"facts": of("mistral")}),
+            (
+                {**STRIDED, "context_length_estimate": (256, 4096)},
+                {"context_length_estimate": (258, 4096)},
+            ),
+        )
     ),
     (
         "moe_ep_degree",

@@ -275,7 +275,31 @@ def shape_findings(case: Case) -> Iterator[Finding]:
         name = name if groups > 1 else "cp_degree"
         problem = f"the {degree // groups} cores of a decode are fewer than the {kv_heads} KV heads; leave it out"
         yield Finding((name, _DEGREE), problem)
+    yield from _prompt_kernels(case, max(prompts, default=0), min(prompts, default=0))
     yield from _experts(case)
+
+
+def _prompt_kernels(case: Case, longest: int, shortest: int) -> Iterator[Finding]:
+    """Source: modules/attention/attention_base.py, perform_prefill and the two functions for its strategy."""
+    options, ranks = case.effective, case.effective.cp_degree or 1
+    kernel, strided = "attn_kernel_enabled", "strided_context_parallel_kernel_enabled"
+    least = 512 if options.attn_kernel_enabled else 4096
+    on_trn1 = case.device.family == "trn1" and options.attn_kernel_enabled is not False
+    if case.rolling_cache and on_trn1 and ranks == 1 and longest >= least:
+        problem = (
+            f"on trn1 the kernel for prompts, which NxD Inference takes from {least} tokens on, has no sliding window: "
+            f"it would stop; set {kernel}=false, or n_positions={case.model.sliding_window} at most"
+        )
+        yield Finding((kernel, "n_positions"), problem)
+    single = case.device.family in {"inf2", "trn1"} or options.logical_nc_config == 1
+    size = case.model.head_dim or 0
+    unusable = single or case.rolling_cache or shortest // ranks <= size
+    if options.strided_context_parallel_kernel_enabled and ranks > 1 and unusable:
+        problem = (
+            "the kernel needs two physical cores that act as one, no sliding window, and more than "
+            f"{size * ranks} tokens in each prefill graph: it would stop; leave it out"
+        )
+        yield Finding((strided, "cp_degree", _PROMPTS), problem)
 
 
 def _experts(case: Case) -> Iterator[Finding]:
