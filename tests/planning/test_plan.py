@@ -309,3 +309,24 @@ def test_few_slots_that_suit_another_option_are_a_warning(positions, slots):
     warned = any("further requests wait" in text for text in problems.messages("warning"))
     assert warned is (positions == 8192 and slots is None)
     assert case.slots == (1 if positions == 8192 else 32)
+
+
+@pytest.mark.parametrize(
+    ("machine", "positions", "kernel"),
+    [
+        ("trn1.32xlarge", 8192, False),
+        ("trn1.32xlarge", 4096, None),
+        ("trn2.48xlarge", 8192, None),
+    ],
+)
+def test_a_ring_on_trn1_is_filled_without_the_kernel_that_has_no_window(machine, positions, kernel):
+    options = ServingOptions(model_id="o/m", model_loader="nxdi", n_positions=positions)
+    resolved = Resolved(
+        options, MappingProxyType({"n_positions": "here"}), *(MappingProxyType({}),) * 2
+    )
+    problems = Problems()
+    case = Case(options, facts("mistral-7b-v0.1"), machines.named(machine), "nxdi")
+    _, case = assess(resolved, case, problems)
+    assert problems.errors == ()
+    written = make_plan(case).arguments.neuron_config
+    assert (case.options.attn_kernel_enabled, written.get("attn_kernel_enabled")) == (kernel,) * 2
