@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
-from djl_python_neuronx.protocol import sequences
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.parameters import Only
+from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 
@@ -55,12 +55,12 @@ def test_each_sampling_parameter_is_documented(name: str) -> None:
     assert name in features.partition("\n| Sampling | ")[2].partition("\n")[0]
 
 
-@pytest.mark.parametrize("name", sorted(sequences.Parameters.model_fields))
+@pytest.mark.parametrize("name", sorted(Parameters.model_fields))
 def test_each_parameter_that_is_accepted_is_documented(name: str) -> None:
     described, neutral = (
         (ROOT / "docs/protocols.md").read_text().split("**Unsupported parameters**")
     )
-    if any(isinstance(one, Only) for one in sequences.Parameters.model_fields[name].metadata):
+    if any(isinstance(one, Only) for one in Parameters.model_fields[name].metadata):
         assert f"`{name}`" in neutral.partition("\n- ")[0].partition("\n#")[0]
     else:
         assert any(

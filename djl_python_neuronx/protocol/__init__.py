@@ -70,7 +70,7 @@ def _possible(path: str) -> list[WireProtocol]:
 
 
 def _shapes(protocols: Sequence[WireProtocol]) -> str:
-    return "; ".join(f"{protocol.name}: {protocol.shape}" for protocol in protocols)
+    return "; ".join(f"{protocol.name}: {protocol.outline}" for protocol in protocols)
 
 
 def beside(path: str) -> list[WireProtocol]:

@@ -281,7 +281,7 @@ class WireProtocol(Protocol):
     """A class in a module of `protocol/`, with one instance in `PROTOCOLS`."""
 
     name: str
-    shape: str
+    outline: str
     """Outline of a payload, for error messages."""
     key: str
     """A key that payloads of this protocol have."""

@@ -11,19 +11,14 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, Shape, TextEvent
 from djl_python_neuronx.protocol.base import (
     ParseContext,
     ParsedRequest,
     WireProtocol,
 )
 from djl_python_neuronx.protocol.parameters import Count, GenerationParameters, Text, validated
-from djl_python_neuronx.protocol.sequences import (
-    Answer,
-    Parameters,
-    Shape,
-    parsed_request,
-)
+from djl_python_neuronx.protocol.text_generation import Parameters, parsed_request
 
 _FORWARDED = "x-amzn-sagemaker-forwarded-api"
 _STREAMS = "invokeendpointwithresponsestream"
@@ -37,7 +32,7 @@ class BedrockRequest(GenerationParameters):
     max_gen_len: Count = 512
 
 
-class Generated(TypedDict):
+class BedrockAnswer(TypedDict):
     """A whole answer, or a part of a stream."""
 
     body: dict[str, Any]
@@ -50,12 +45,12 @@ class BedrockProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "bedrock"
-    shape = '{"prompt": "…", "max_gen_len": 512}'
+    outline = '{"prompt": "…", "max_gen_len": 512}'
     key = "prompt"
     requests: Mapping[str, Any] = {"application/json": BedrockRequest}
     answers: Mapping[str, Any] = {
-        "application/json": Generated,
-        "application/jsonlines": Generated,
+        "application/json": BedrockAnswer,
+        "application/jsonlines": BedrockAnswer,
     }
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
@@ -88,23 +83,20 @@ class BedrockShape(Shape):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `Shape`."""
         best = max(answers, key=lambda answer: answer.log_probability)
-        count = best.end.num_generated_tokens
-        whole = _part(best, best.text, count, first=True, kind="application/json")
-        whole["body"]["stop_reason"] = best.end.finish_reason
+        whole = _part(best, best.text, best.num_tokens, first=True, kind="application/json")
+        whole["body"]["stop_reason"] = best.finish_reason
         return whole
 
-    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`."""
-        count = delta.num_generated_tokens - len(delta.tokens)
-        texts = {count + i: token.text for i, token in enumerate(delta.tokens, 1)}
-        if delta.finished and not texts:
-            texts = {count: delta.text}
-        lines = [_part(answer, text, i, first=i <= 1) for i, text in texts.items()]
-        if delta.finished:
-            lines[-1]["body"]["stop_reason"] = delta.finish_reason
-        if delta.error is not None:
-            lines[-1]["error"] = {"error_code": delta.error.status, "error_msg": str(delta.error)}
-        return lines
+        if isinstance(event, TextEvent):
+            texts = [token.text for token in event.tokens] or [event.text]
+            for count, text in enumerate(texts, answer.num_tokens - len(texts) + 1):
+                parts.append(_part(answer, text, count, first=count <= 1))
+        elif isinstance(event, EndEvent):
+            parts[-1]["body"]["stop_reason"] = event.finish_reason
+            if (error := event.error) is not None:
+                parts[-1]["error"] = {"error_code": error.status, "error_msg": str(error)}
 
 
 def _part(

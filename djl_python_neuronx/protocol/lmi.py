@@ -7,18 +7,19 @@ schema. Where the old engine differed from its documentation, this follows the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Union
 
 from annotated_types import Len
 from typing_extensions import NotRequired, TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
     UnsupportedParameterError,
     json_type,
 )
+from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, Shape, TextEvent
 from djl_python_neuronx.protocol.base import (
     MAX_SEQUENCES,
     ParseContext,
@@ -28,13 +29,11 @@ from djl_python_neuronx.protocol.base import (
 )
 from djl_python_neuronx.protocol.bedrock import BedrockShape
 from djl_python_neuronx.protocol.parameters import Text
-from djl_python_neuronx.protocol.sequences import (
-    Answer,
+from djl_python_neuronx.protocol.text_generation import (
     Body,
     DetailedShape,
     Details,
-    Generated,
-    Shape,
+    GeneratedText,
     TokenFields,
     fields,
     parsed_request,
@@ -65,11 +64,11 @@ class LmiProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "lmi"
-    shape = '{"inputs": "…", "parameters": {…}}'
+    outline = '{"inputs": "…", "parameters": {…}}'
     key = "inputs"
     requests: Mapping[str, Any] = {"application/json": LmiBody, "text/plain": Text}
     answers: Mapping[str, Any] = {
-        "application/json": Union[Generated, list[Generated]],
+        "application/json": Union[GeneratedText, list[GeneratedText]],
         "application/jsonlines": Line,
         "text/event-stream": Line,
     }
@@ -138,21 +137,20 @@ class LmiShape(DetailedShape):
             fields["special_token"] = True
         return fields
 
-    def details(self, answer: Answer) -> dict[str, Any]:
-        """See `DetailedShape`."""
-        return {**super().details(answer), "inputs": answer.prompt}
-
-    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+    def prompt_details(self, prompt: str, prompt_ids: Sequence[int]) -> dict[str, Any]:
         """See `Shape`."""
-        lines: list[dict[str, Any]] = [{"token": self.token(token)} for token in delta.tokens]
-        if delta.finished:
-            lines = lines or [{}]
+        return {**super().prompt_details(prompt, prompt_ids), "inputs": prompt}
+
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
+        """See `Shape`."""
+        if isinstance(event, TextEvent):
+            parts += [{"token": self.token(token)} for token in event.tokens]
+        elif isinstance(event, EndEvent):
             details = self.details(answer)
             del details["tokens"]
-            lines[-1] |= {"generated_text": answer.text, "details": details}
-            if delta.error is not None:
-                lines[-1] |= error_fields(delta.error)
-        return lines
+            last = parts.pop() if parts else {}
+            failure = {} if event.error is None else error_fields(event.error)
+            parts.append({**last, "generated_text": answer.text, "details": details, **failure})
 
 
 def _output_format(stream: bool, context: ParseContext) -> str:

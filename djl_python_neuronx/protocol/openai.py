@@ -9,17 +9,23 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
 from typing_extensions import TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, ServingError
+from djl_python_neuronx.protocol.answers import (
+    Answer,
+    AnswerFormatter,
+    EndEvent,
+    Event,
+    Shape,
+    TextEvent,
+)
 from djl_python_neuronx.protocol.base import (
     UNNAMED,
-    Formatter,
     ParseContext,
     ParsedRequest,
     WireProtocol,
@@ -33,8 +39,7 @@ from djl_python_neuronx.protocol.parameters import (
     RequestModel,
     sampling_params,
 )
-from djl_python_neuronx.protocol.sequences import FRAMES, Answer, JsonFormatter
-from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
+from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 MAX_TEMPERATURE = 2
 LEAST_LOGPROB = -9999.0
@@ -47,8 +52,6 @@ _FINISH_REASONS: Mapping[FinishReason | None, str] = {
 }
 _STATUS = {"prompt_too_long": 400, "step_error": 500, "formatter_error": 500}
 _CODES = {"prompt_too_long": "context_length_exceeded"}
-# Placeholders in a chunk for what differs between its parts.
-_TEXT, _LOGPROBS = "\0text", "\0logprobs"
 
 
 class Usage(TypedDict):
@@ -59,7 +62,7 @@ class Usage(TypedDict):
     total_tokens: int
 
 
-class ErrorFields(TypedDict):
+class OpenAiErrorFields(TypedDict):
     """An error; `param` is the field that is wrong."""
 
     message: str
@@ -68,10 +71,10 @@ class ErrorFields(TypedDict):
     code: str | None
 
 
-class ErrorBody(TypedDict):
+class OpenAiErrorBody(TypedDict):
     """A body, or a part of a stream, that is an error."""
 
-    error: ErrorFields
+    error: OpenAiErrorFields
 
 
 class ModelEntry(TypedDict):
@@ -118,7 +121,7 @@ def model_entry(name: str, created: int) -> ModelEntry:
     return {"id": name, "object": "model", "created": created, "owned_by": "djl-neuronx"}
 
 
-def answer_error(error: ServingError) -> tuple[int, ErrorBody]:
+def answer_error(error: ServingError) -> tuple[int, OpenAiErrorBody]:
     """HTTP status and body of an error."""
     status = _STATUS.get(error.code, error.status)
     return status, {
@@ -136,49 +139,131 @@ def finite(logprob: float | None) -> float:
     return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
-def num_chars(token: Token, tokenizer: Tokenizer) -> int:
-    """Number of characters that start in this token. `Token.text` may lag behind."""
-    if token.special:
-        return 0
-    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token.id))
+class OpenAiShape(Shape):
+    """An answer with choices: an object as a whole, or one such object for each event. A subclass makes the choices."""
 
-
-class OpenAiProtocol(WireProtocol):
-    """An endpoint. Its choices are values for JSON."""
-
-    error = ErrorBody
     id_prefix: str
     kind: str
     """`object` of a whole answer."""
     chunk_kind: str
 
-    answer_error = staticmethod(answer_error)
+    def __init__(
+        self,
+        given: OpenAiParameters,
+        context: ParseContext,
+        requests: Sequence[GenerationRequest],
+        *,
+        count: int,
+        with_logprobs: bool,
+        stream: str | None,
+    ) -> None:
+        """`count` sequences for each prompt follow each other in `requests`; `stream`: see `FRAMES`."""
+        self._num_returned, self._count, self._with_logprobs = given.n, count, with_logprobs
+        self._tokenizer = context.tokenizer
+        self._body: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "object": self.chunk_kind if given.stream else self.kind,
+            "created": int(time.time()),
+            "model": given.model or context.options.model_names[0],
+            "choices": [],
+        }
+        if given.stream_options is not None and given.stream_options.include_usage:
+            self._body["usage"] = None
+        self._requests, self._ended = requests, list[Answer]()
+        self._offsets = [0] * len(requests)
+        """Characters in the tokens of each sequence so far, for log-probabilities of completions."""
+        self._done = [orjson.Fragment(b"[DONE]")] if stream == "sse" else []
 
     @abstractmethod
     def choice(
         self,
+        answer: Answer,
         index: int,
-        text: str,
         logprobs: Any,  # noqa: ANN401
         reason: str,
     ) -> Mapping[str, Any]:
         """A choice of a whole answer."""
 
     @abstractmethod
-    def first(self, index: int, text: str) -> Mapping[str, Any] | None:
-        """The first part of a choice in a stream, before any token; `text` is that of an echoed prompt. Or None."""
+    def part(
+        self,
+        event: Event,
+        index: int,
+        logprobs: Any,  # noqa: ANN401
+        reason: str | None,
+    ) -> Mapping[str, Any] | None:
+        """The choice of a stream for an event; None if it has none."""
 
     @abstractmethod
-    def part(self, index: int, text: str, logprobs: Any) -> Mapping[str, Any]:  # noqa: ANN401
-        """A further part."""
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
+        """The log-probabilities of a sequence's next tokens."""
 
-    @abstractmethod
-    def last(self, index: int, reason: str) -> Mapping[str, Any]:
-        """The last part."""
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
+        """See `Shape`. Of the sequences of each prompt it has the likeliest, by token."""
+        best: list[Answer] = []
+        for i in range(0, len(answers), self._count):
+            group = list(answers[i : i + self._count])
+            if self._num_returned < self._count:
+                group.sort(key=lambda one: -one.mean_logprob)
+            best += group[: self._num_returned]
+        choices = [
+            self.choice(
+                one,
+                index,
+                self.logprobs(one.index, one.tokens) if self._with_logprobs else None,
+                _FINISH_REASONS[one.finish_reason],
+            )
+            for index, one in enumerate(best)
+        ]
+        return {**self._body, "choices": choices, "usage": self._usage(answers)}
 
-    @abstractmethod
-    def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Any:  # noqa: ANN401
-        """The log-probabilities of tokens whose text begins at `offset`."""
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
+        """See `Shape`. After the last sequence follow the usage, if it is wanted, and the mark of the end."""
+        logprobs = reason = None
+        if isinstance(event, TextEvent):
+            if event.tokens and self._with_logprobs:
+                logprobs = self.logprobs(answer.index, event.tokens)
+            if not event.text and logprobs is None and answer.finish_reason is not None:
+                return
+        elif isinstance(event, EndEvent):
+            reason = _FINISH_REASONS.get(event.finish_reason)
+        choice = self.part(event, answer.index, logprobs, reason)
+        if choice is not None:
+            parts.append({**self._body, "choices": [choice]})
+        if isinstance(event, EndEvent):
+            self._end(answer, event.error, parts)
+
+    def _end(self, answer: Answer, error: ServingError | None, parts: list[Any]) -> None:
+        if error is not None:
+            parts[:] = [self.error(error)]
+            return
+        self._ended.append(answer)
+        if len(self._ended) == len(self._requests):
+            if "usage" in self._body:
+                parts.append({**self._body, "usage": self._usage(self._ended)})
+            parts += self._done
+
+    def error(self, error: ServingError) -> Mapping[str, Any]:
+        """See `Shape`."""
+        return answer_error(error)[1]
+
+    def _usage(self, answers: Sequence[Answer]) -> Usage:
+        num_prompt_tokens = sum(len(one.prompt_ids) for one in self._requests[:: self._count])
+        num_tokens = sum(one.num_tokens for one in answers)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+        }
+
+
+class OpenAiProtocol(WireProtocol):
+    """An endpoint."""
+
+    error = OpenAiErrorBody
+    shape: type[OpenAiShape]
+
+    answer_error = staticmethod(answer_error)
 
     def common_request(
         self,
@@ -228,28 +313,22 @@ class OpenAiProtocol(WireProtocol):
         requests = context.requests(
             common, prompts, count=count, truncate=given.truncate_prompt_tokens
         )
-        head = {
-            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
-            "object": self.chunk_kind if given.stream else self.kind,
-            "created": int(time.time()),
-            "model": given.model or context.options.model_names[0],
-        }
+        stream = _stream(context) if given.stream else None
+        shape = self.shape(
+            given, context, requests, count=count, with_logprobs=with_logprobs, stream=stream
+        )
         decode = context.tokenizer.decode
-        echoes = [one if isinstance(one, str) else decode(one) for one in prompts if echo]
-        texts = [text for text in echoes for _ in range(count)] or [""] * len(requests)
-        tokenizer = context.tokenizer if with_logprobs else None
-        answer = _Completion(head, self, requests, texts, count, tokenizer)
-        formatter: Formatter
-        if given.stream:
-            with_usage = given.stream_options is not None and given.stream_options.include_usage
-            formatter = ChunkFormatter(answer, _stream(context), with_usage=with_usage)
-        else:
-            answers = [
-                Answer(request, text=text, keeps_tokens=common.logprobs)
-                for request, text in zip(requests, texts, strict=True)
-            ]
-            whole = partial(answer.whole, num_returned=given.n)
-            formatter = JsonFormatter([answers], whole, lambda error: answer_error(error)[1])
+        texts = [one if isinstance(one, str) else decode(one) for one in prompts if echo]
+        answers = [
+            Answer(
+                request,
+                index=i,
+                text=texts[i // count] if echo else "",
+                keeps_tokens=common.logprobs and not given.stream,
+            )
+            for i, request in enumerate(requests)
+        ]
+        formatter = AnswerFormatter([answers], shape, stream=stream)
         return ParsedRequest(requests, formatter, stream=given.stream)
 
 
@@ -264,116 +343,3 @@ def _stream(context: ParseContext) -> str:
     chosen = context.options.output_formatter in {"sse", "sse_chat"}
     is_sse = context.path.startswith("/v1/") or named or accepts or chosen
     return "sse" if is_sse else "jsonlines"
-
-
-class _Completion:
-    """The fields of an answer, and its sequences."""
-
-    def __init__(
-        self,
-        head: Mapping[str, Any],
-        protocol: OpenAiProtocol,
-        requests: Sequence[GenerationRequest],
-        texts: Sequence[str],
-        count: int,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        """`count` sequences for each prompt follow each other in `requests`. No tokenizer: without logprobs."""
-        self.head, self.protocol, self.count = head, protocol, count
-        self.requests, self.texts = requests, texts
-        self.num_prompt_tokens = sum(len(one.prompt_ids) for one in requests[::count])
-        self.tokenizer = tokenizer
-
-    def usage(self, num_tokens: int) -> Usage:
-        """The usage of an answer with so many generated tokens."""
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": self.num_prompt_tokens + num_tokens,
-        }
-
-    def whole(self, answers: Sequence[Answer], num_returned: int) -> Mapping[str, Any]:
-        """The whole answer. Of the sequences of a prompt it has the `num_returned` likeliest, by token."""
-        best: list[Answer] = []
-        for i in range(0, len(answers), self.count):
-            group = list(answers[i : i + self.count])
-            if num_returned < self.count:
-                group.sort(key=lambda one: -one.mean_logprob)
-            best += group[:num_returned]
-        choices = [
-            self.protocol.choice(
-                index, one.text, self.logprobs(one.tokens), _FINISH_REASONS[one.end.finish_reason]
-            )
-            for index, one in enumerate(best)
-        ]
-        usage = self.usage(sum(one.end.num_generated_tokens for one in answers))
-        return {**self.head, "choices": choices, "usage": usage}
-
-    def logprobs(self, tokens: Sequence[Token], offset: int = 0) -> Any:  # noqa: ANN401
-        """Log-probabilities, if the client wants them."""
-        if self.tokenizer is None:
-            return None
-        return self.protocol.logprobs(tokens, offset, self.tokenizer)
-
-
-class ChunkFormatter:
-    """A chunk for each delta, as server-sent events or lines of JSON."""
-
-    def __init__(self, answer: _Completion, stream: str, *, with_usage: bool) -> None:
-        """`stream`: see `FRAMES`."""
-        self.content_type, self._prefix, self._suffix = FRAMES[stream]
-        self._done = b"data: [DONE]\n\n" if stream == "sse" else b""
-        self._answer, self._with_usage = answer, with_usage
-        self._usage = {"usage": None} if with_usage else {}
-        self._num_open, self._num_tokens = len(answer.requests), 0
-        self._indices = {request.request_id: i for i, request in enumerate(answer.requests)}
-        self._offsets = [len(text) for text in answer.texts]
-        # Only text and log-probabilities differ: encoding the rest for each token costs as much as all else.
-        self._frames = [self._frame(index) for index in range(len(answer.requests))]
-        self._firsts = [self._first(i, text) for i, text in enumerate(answer.texts)]
-
-    def feed(self, delta: Delta) -> bytes:
-        """See `Formatter`."""
-        if delta.error is not None:
-            return self._line(answer_error(delta.error)[1])
-        index = self._indices[delta.request_id]
-        logprobs = b"null"
-        parts = [self._firsts[index]]
-        self._firsts[index] = b""
-        tokenizer = self._answer.tokenizer
-        if tokenizer is not None and delta.tokens:
-            offset = self._offsets[index]
-            logprobs = orjson.dumps(self._answer.logprobs(delta.tokens, offset))
-            self._offsets[index] += sum([num_chars(one, tokenizer) for one in delta.tokens])
-        if delta.text or not delta.finished or logprobs != b"null":
-            head, middle, tail = self._frames[index]
-            parts += (head, orjson.dumps(delta.text), middle, logprobs, tail)
-        if delta.finished:
-            parts.append(
-                self._chunk(self._answer.protocol.last(index, _FINISH_REASONS[delta.finish_reason]))
-            )
-            self._num_tokens += delta.num_generated_tokens
-            self._num_open -= 1
-            if not self._num_open:
-                if self._with_usage:
-                    usage = self._answer.usage(self._num_tokens)
-                    parts.append(self._line({**self._answer.head, "choices": [], "usage": usage}))
-                parts.append(self._done)
-        return b"".join(parts)
-
-    def _line(self, value: Mapping[str, Any]) -> bytes:
-        return self._prefix + orjson.dumps(value) + self._suffix
-
-    def _chunk(self, choice: Mapping[str, Any]) -> bytes:
-        return self._line({**self._answer.head, "choices": [choice], **self._usage})
-
-    def _first(self, index: int, text: str) -> bytes:
-        first = self._answer.protocol.first(index, text)
-        return b"" if first is None else self._chunk(first)
-
-    def _frame(self, index: int) -> tuple[bytes, bytes, bytes]:
-        """The bytes of a chunk before, between and after its text and log-probabilities."""
-        chunk = self._chunk(self._answer.protocol.part(index, _TEXT, _LOGPROBS))
-        head, rest = chunk.split(orjson.dumps(_TEXT))
-        middle, tail = rest.split(orjson.dumps(_LOGPROBS))
-        return head, middle, tail

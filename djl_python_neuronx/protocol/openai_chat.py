@@ -13,11 +13,13 @@ from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, json_type
+from djl_python_neuronx.protocol.answers import Answer, Event, StartEvent, TextEvent
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
-    ErrorBody,
+    OpenAiErrorBody,
     OpenAiParameters,
     OpenAiProtocol,
+    OpenAiShape,
     Usage,
     finite,
 )
@@ -29,7 +31,6 @@ from djl_python_neuronx.protocol.parameters import (
     RequestModel,
     validated,
 )
-from djl_python_neuronx.types import Tokenizer
 
 MAX_MESSAGES = 8192
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
@@ -155,7 +156,7 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class Logprobs(TypedDict):
+class ChatLogprobs(TypedDict):
     """The generated tokens, the one that ended the text included."""
 
     content: list[TokenLogprob]
@@ -170,12 +171,12 @@ class AnswerMessage(TypedDict):
     refusal: None
 
 
-class Choice(TypedDict):
+class ChatChoice(TypedDict):
     """An answer."""
 
     index: int
     message: AnswerMessage
-    logprobs: Logprobs | None
+    logprobs: ChatLogprobs | None
     finish_reason: str
 
 
@@ -186,7 +187,7 @@ class ChatCompletion(TypedDict):
     object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: Usage
 
 
@@ -202,7 +203,7 @@ class ChunkChoice(TypedDict):
 
     index: int
     delta: ChunkDelta
-    logprobs: Logprobs | None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
@@ -217,28 +218,63 @@ class ChatCompletionChunk(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-def _part(
-    index: int, delta: ChunkDelta, logprobs: Logprobs | None = None, reason: str | None = None
-) -> ChunkChoice:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+class ChatShape(OpenAiShape):
+    """A choice is a message, or an addition to it."""
+
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def choice(
+        self, answer: Answer, index: int, logprobs: ChatLogprobs | None, reason: str
+    ) -> ChatChoice:
+        """See `OpenAiShape`."""
+        message: AnswerMessage = {"role": "assistant", "content": answer.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def part(
+        self, event: Event, index: int, logprobs: ChatLogprobs | None, reason: str | None
+    ) -> ChunkChoice:
+        """See `OpenAiShape`."""
+        delta: ChunkDelta = {}
+        if isinstance(event, TextEvent):
+            delta = {"content": event.text}
+        elif isinstance(event, StartEvent):
+            delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> ChatLogprobs:  # noqa: ARG002
+        """See `OpenAiShape`."""
+
+        def named(token_id: int, logprob: float | None) -> TopLogprob:
+            data = self._tokenizer.token_bytes(token_id)
+            text = data.decode(errors="replace")
+            return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+        content: list[TokenLogprob] = [
+            {
+                **named(token.id, token.logprob),
+                "top_logprobs": [named(one.id, one.logprob) for one in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
 class ChatProtocol(OpenAiProtocol):
     """See `WireProtocol`."""
 
     name = "openai_chat"
-    shape = '{"messages": [{"role": "user", "content": "…"}]}'
+    outline = '{"messages": [{"role": "user", "content": "…"}]}'
     key = "messages"
     paths = ("/v1/chat/completions",)
     requests: Mapping[str, Any] = {"application/json": ChatParameters}
     answers: Mapping[str, Any] = {
         "application/json": ChatCompletion,
-        "text/event-stream": Union[ChatCompletionChunk, ErrorBody],
-        "application/jsonlines": Union[ChatCompletionChunk, ErrorBody],
+        "text/event-stream": Union[ChatCompletionChunk, OpenAiErrorBody],
+        "application/jsonlines": Union[ChatCompletionChunk, OpenAiErrorBody],
     }
-    id_prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
+    shape = ChatShape
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
@@ -260,37 +296,3 @@ class ChatProtocol(OpenAiProtocol):
         return self.parsed(
             common, [prompt_ids], given, context, count=given.n, with_logprobs=given.logprobs
         )
-
-    def choice(self, index: int, text: str, logprobs: Logprobs | None, reason: str) -> Choice:
-        """See `OpenAiProtocol`."""
-        message: AnswerMessage = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-    def first(self, index: int, text: str) -> ChunkChoice:
-        """See `OpenAiProtocol`."""
-        return _part(index, {"role": "assistant", "content": text})
-
-    def part(self, index: int, text: str, logprobs: Logprobs | None) -> ChunkChoice:
-        """See `OpenAiProtocol`."""
-        return _part(index, {"content": text}, logprobs)
-
-    def last(self, index: int, reason: str) -> ChunkChoice:
-        """See `OpenAiProtocol`."""
-        return _part(index, {}, reason=reason)
-
-    def logprobs(self, tokens: Sequence[Token], _offset: int, tokenizer: Tokenizer) -> Logprobs:
-        """See `OpenAiProtocol`."""
-
-        def named(token_id: int, logprob: float | None) -> TopLogprob:
-            data = tokenizer.token_bytes(token_id)
-            text = data.decode(errors="replace")
-            return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
-
-        content: list[TokenLogprob] = [
-            {
-                **named(token.id, token.logprob),
-                "top_logprobs": [named(one.id, one.logprob) for one in token.top],
-            }
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}

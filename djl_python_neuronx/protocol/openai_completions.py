@@ -14,17 +14,17 @@ from djl_python_neuronx.errors import (
     UnsupportedParameterError,
     json_type,
 )
+from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, StartEvent
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
-    ErrorBody,
+    OpenAiErrorBody,
     OpenAiParameters,
     OpenAiProtocol,
+    OpenAiShape,
     Usage,
     finite,
-    num_chars,
 )
 from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, Only, validated
-from djl_python_neuronx.types import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 _TEXT = {"type": "string"}
@@ -47,7 +47,7 @@ class CompletionParameters(OpenAiParameters):
     suffix: Annotated[Any, Only("")] = None
 
 
-class Logprobs(TypedDict):
+class CompletionLogprobs(TypedDict):
     """The generated tokens, the one that ended the text included; `text_offset`: where in the text each begins."""
 
     tokens: list[str]
@@ -56,12 +56,12 @@ class Logprobs(TypedDict):
     text_offset: list[int]
 
 
-class Choice(TypedDict):
+class CompletionChoice(TypedDict):
     """An answer, or a part of one."""
 
     text: str
     index: int
-    logprobs: Logprobs | None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
 
 
@@ -72,25 +72,69 @@ class Completion(TypedDict):
     object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+
+
+class CompletionShape(OpenAiShape):
+    """A choice is a text, or a part of it."""
+
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def choice(
+        self, answer: Answer, index: int, logprobs: CompletionLogprobs | None, reason: str
+    ) -> CompletionChoice:
+        """See `OpenAiShape`."""
+        return {"text": answer.text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+    def part(
+        self, event: Event, index: int, logprobs: CompletionLogprobs | None, reason: str | None
+    ) -> CompletionChoice | None:
+        """See `OpenAiShape`. The start has a part if there is a prompt to repeat."""
+        text = "" if isinstance(event, EndEvent) else event.text
+        if isinstance(event, StartEvent) and not text:
+            return None
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> CompletionLogprobs:
+        """See `OpenAiShape`."""
+        text_of = self._tokenizer.token_bytes
+        found: CompletionLogprobs = {
+            "tokens": [text_of(one.id).decode(errors="replace") for one in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+        for token in tokens:
+            found["text_offset"].append(self._offsets[index])
+            if not token.special:
+                # Characters that start in the token: those of `Token.text` may be held back, or be others'.
+                self._offsets[index] += sum(byte & 0xC0 != 0x80 for byte in text_of(token.id))
+        if any(token.top for token in tokens):
+            found["top_logprobs"] = [
+                {name: logprob} | {one.text: finite(one.logprob) for one in token.top}
+                for name, logprob, token in zip(
+                    found["tokens"], found["token_logprobs"], tokens, strict=True
+                )
+            ]
+        return found
 
 
 class CompletionProtocol(OpenAiProtocol):
     """See `WireProtocol`."""
 
     name = "openai_completion"
-    shape = '{"prompt": "…"}'
+    outline = '{"prompt": "…"}'
     key = "prompt"
     paths = ("/v1/completions",)
     requests: Mapping[str, Any] = {"application/json": CompletionParameters}
     answers: Mapping[str, Any] = {
         "application/json": Completion,
-        "text/event-stream": Union[Completion, ErrorBody],
-        "application/jsonlines": Union[Completion, ErrorBody],
+        "text/event-stream": Union[Completion, OpenAiErrorBody],
+        "application/jsonlines": Union[Completion, OpenAiErrorBody],
     }
-    id_prefix = "cmpl"
-    kind = chunk_kind = "text_completion"
+    shape = CompletionShape
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
@@ -114,44 +158,6 @@ class CompletionProtocol(OpenAiProtocol):
             with_logprobs=given.logprobs is not None,
             echo=given.echo,
         )
-
-    def choice(
-        self, index: int, text: str, logprobs: Logprobs | None, reason: str | None
-    ) -> Choice:
-        """See `OpenAiProtocol`."""
-        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
-
-    def first(self, index: int, text: str) -> Choice | None:
-        """See `OpenAiProtocol`."""
-        return self.part(index, text, None) if text else None
-
-    def part(self, index: int, text: str, logprobs: Logprobs | None) -> Choice:
-        """See `OpenAiProtocol`."""
-        return self.choice(index, text, logprobs, None)
-
-    def last(self, index: int, reason: str) -> Choice:
-        """See `OpenAiProtocol`."""
-        return self.choice(index, "", None, reason)
-
-    def logprobs(self, tokens: Sequence[Token], offset: int, tokenizer: Tokenizer) -> Logprobs:
-        """See `OpenAiProtocol`."""
-        found: Logprobs = {
-            "tokens": [tokenizer.token_bytes(one.id).decode(errors="replace") for one in tokens],
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": None,
-            "text_offset": [],
-        }
-        for token in tokens:
-            found["text_offset"].append(offset)
-            offset += num_chars(token, tokenizer)
-        if any(token.top for token in tokens):
-            found["top_logprobs"] = [
-                {name: logprob} | {one.text: finite(one.logprob) for one in token.top}
-                for name, logprob, token in zip(
-                    found["tokens"], found["token_logprobs"], tokens, strict=True
-                )
-            ]
-        return found
 
 
 def _prompts(prompt: object) -> list[str | list[Any]]:

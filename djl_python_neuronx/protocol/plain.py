@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union
 
 from typing_extensions import TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, Shape, TextEvent
 from djl_python_neuronx.protocol.base import (
     ErrorFields,
     ParseContext,
@@ -26,12 +26,7 @@ from djl_python_neuronx.protocol.parameters import (
     Text,
     validated,
 )
-from djl_python_neuronx.protocol.sequences import (
-    Answer,
-    Parameters,
-    Shape,
-    parsed_request,
-)
+from djl_python_neuronx.protocol.text_generation import Parameters, parsed_request
 
 
 class PlainRequest(GenerationParameters):
@@ -49,7 +44,7 @@ class PlainRequest(GenerationParameters):
     min_tokens: Annotated[Any, Only(0)] = None
 
 
-class Generated(TypedDict):
+class PlainAnswer(TypedDict):
     """The text of each sequence, with the prompt."""
 
     text: list[str]
@@ -59,14 +54,14 @@ class PlainProtocol(WireProtocol):
     """See `WireProtocol`."""
 
     name = "plain"
-    shape = '{"prompt": "…", "max_tokens": 16}'
+    outline = '{"prompt": "…", "max_tokens": 16}'
     key = "prompt"
     paths = ("/generate",)
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": PlainRequest}
     answers: Mapping[str, Any] = {
-        "application/json": Generated,
-        "application/jsonlines": Union[Generated, ErrorFields],
+        "application/json": PlainAnswer,
+        "application/jsonlines": Union[PlainAnswer, ErrorFields],
     }
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
@@ -93,6 +88,9 @@ class PlainShape(Shape):
         """See `Shape`."""
         return {"text": [answer.text for answer in answers]}
 
-    def lines(self, answer: Answer, delta: Delta) -> list[Mapping[str, Any]]:
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`."""
-        return [self.whole([answer]) if delta.error is None else self.error(delta.error)]
+        if isinstance(event, TextEvent):
+            parts.append(self.whole([answer]))
+        elif isinstance(event, EndEvent) and event.error is not None:
+            parts[:] = [self.error(event.error)]

@@ -12,9 +12,10 @@ from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.engine.limits import longest_prompt
 from djl_python_neuronx.errors import QueueFullError, RequestError, ServingError, json_type
+from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, TextEvent
 from djl_python_neuronx.protocol.base import (
     MAX_SEQUENCES,
     ParseContext,
@@ -22,12 +23,11 @@ from djl_python_neuronx.protocol.base import (
     WireProtocol,
 )
 from djl_python_neuronx.protocol.parameters import MAX_STOP_STRINGS
-from djl_python_neuronx.protocol.sequences import (
-    Answer,
+from djl_python_neuronx.protocol.text_generation import (
     Body,
     DetailedShape,
     Details,
-    Generated,
+    GeneratedText,
     TokenFields,
     fields,
     parsed_request,
@@ -35,7 +35,7 @@ from djl_python_neuronx.protocol.sequences import (
 from djl_python_neuronx.types import FinishReason
 
 
-class Event(TypedDict):
+class StreamPart(TypedDict):
     """A part of a stream."""
 
     index: int
@@ -94,14 +94,14 @@ class TgiProtocol(WireProtocol):
     """See `WireProtocol`. `/` is a list of one, or a stream if the request has `stream`."""
 
     name = "tgi"
-    shape = '{"inputs": "…", "parameters": {…}}'
+    outline = '{"inputs": "…", "parameters": {…}}'
     key = "inputs"
     paths = ("/", "/generate", "/generate_stream")
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": Body}
     answers: Mapping[str, Any] = {
-        "application/json": Union[Generated, list[Generated]],
-        "text/event-stream": Union[Event, Failure],
+        "application/json": Union[GeneratedText, list[GeneratedText]],
+        "text/event-stream": Union[StreamPart, Failure],
     }
     error = Failure
 
@@ -157,33 +157,30 @@ class TgiShape(DetailedShape):
         """See `DetailedShape`."""
         return {"prefill": [], **super().facts(answer), **_end(answer)}
 
-    def lines(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """See `Shape`. An end without a token has an empty special one, because every event has a token."""
-        if delta.error is not None:
-            return [self.error(delta.error)]
-        tokens, num_before = delta.tokens, delta.num_generated_tokens - len(delta.tokens)
-        if delta.finished and not tokens:
-            tokens = (Token(0, delta.text, 0.0, special=True),)
-        events: list[dict[str, Any]] = []
-        for index, token in enumerate(tokens, num_before + 1):
-            event = {"index": index, "token": self.token(token)}
-            if token.top:
-                event["top_tokens"] = [self.token(other) for other in token.top]
-            events.append({**event, "generated_text": None, "details": None})
-        if delta.finished:
-            events[-1]["generated_text"] = answer.text
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
+        """See `Shape`. A text without a token has an empty special one, because every part has a token."""
+        if isinstance(event, TextEvent):
+            tokens = event.tokens or (Token(0, event.text, 0.0, special=True),)
+            for index, token in enumerate(tokens, answer.num_tokens - len(event.tokens) + 1):
+                part: dict[str, Any] = {"index": index, "token": self.token(token)}
+                if token.top:
+                    part["top_tokens"] = [self.token(other) for other in token.top]
+                parts.append({**part, "generated_text": None, "details": None})
+        elif isinstance(event, EndEvent):
+            parts[-1]["generated_text"] = answer.text
             if self._given.details:
-                events[-1]["details"] = {
+                parts[-1]["details"] = {
                     **_end(answer),
-                    "generated_tokens": delta.num_generated_tokens,
+                    "generated_tokens": answer.num_tokens,
                     "input_length": len(answer.request.prompt_ids),
                 }
-        return events
+            if event.error is not None:
+                parts[:] = [self.error(event.error)]
 
 
 def _end(answer: Answer) -> dict[str, Any]:
     """The end of a sequence, for which TGI has no word if it is a deadline."""
-    reason = answer.end.finish_reason
+    reason = answer.finish_reason
     return {
         "finish_reason": FinishReason.LENGTH if reason is FinishReason.TIME else reason,
         "seed": answer.request.sampling.seed,

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
-from djl_python_neuronx.protocol.openai import ErrorBody, answer_error
+from djl_python_neuronx.protocol.openai import OpenAiErrorBody, answer_error
 from djl_python_neuronx.protocol.openai_chat import Message
 from djl_python_neuronx.protocol.parameters import (
     Flag,
@@ -25,7 +25,7 @@ from djl_python_neuronx.protocol.parameters import (
     sampling_params,
     validated,
 )
-from djl_python_neuronx.protocol.sequences import Body
+from djl_python_neuronx.protocol.text_generation import Body
 
 
 class _Named(RequestModel):
@@ -61,7 +61,7 @@ class Tokens(TypedDict):
     token_strs: list[str] | None
 
 
-class Piece(TypedDict):
+class TokenPiece(TypedDict):
     """A token of TGI's `inputs`; `start` and `stop` count the bytes of the tokens' texts."""
 
     id: int
@@ -70,7 +70,7 @@ class Piece(TypedDict):
     stop: int
 
 
-class Text(TypedDict):
+class PromptText(TypedDict):
     """The text of ids."""
 
     prompt: str
@@ -81,7 +81,7 @@ class Ready:
 
     content_type = "application/json"
 
-    def __init__(self, answer: Tokens | Text | list[Piece]) -> None:
+    def __init__(self, answer: Tokens | PromptText | list[TokenPiece]) -> None:
         self._body = orjson.dumps(answer)
 
     def feed(self, _delta: Delta) -> bytes:
@@ -93,19 +93,19 @@ class TokenizeProtocol(WireProtocol):
     """See `WireProtocol`. Errors have OpenAI's shape, as in vLLM."""
 
     name = "tokenize"
-    shape = '{"prompt": "…"}'
+    outline = '{"prompt": "…"}'
     key = "prompt"
     paths = ("/tokenize", "/detokenize")
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": Union[TokenizeBody, Body, DetokenizeBody]}
-    answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[Piece], Text]}
-    error = ErrorBody
+    answers: Mapping[str, Any] = {"application/json": Union[Tokens, list[TokenPiece], PromptText]}
+    error = OpenAiErrorBody
 
     answer_error = staticmethod(answer_error)
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`. The answer is complete."""
-        answer: Tokens | Text | list[Piece]
+        answer: Tokens | PromptText | list[TokenPiece]
         if context.path == "/detokenize":
             answer = _detokenized(validated(DetokenizeBody, payload), context)
         elif "inputs" in payload:
@@ -135,8 +135,8 @@ def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
     }
 
 
-def _pieces(ids: list[int], context: ParseContext) -> list[Piece]:
-    pieces: list[Piece] = []
+def _pieces(ids: list[int], context: ParseContext) -> list[TokenPiece]:
+    pieces: list[TokenPiece] = []
     start = 0
     for token_id in ids:
         text = context.tokenizer.token_bytes(token_id)
@@ -147,7 +147,7 @@ def _pieces(ids: list[int], context: ParseContext) -> list[Piece]:
     return pieces
 
 
-def _detokenized(body: DetokenizeBody, context: ParseContext) -> Text:
+def _detokenized(body: DetokenizeBody, context: ParseContext) -> PromptText:
     if not isinstance(body.tokens, list):
         msg = f"tokens is {json_type(body.tokens)}; expected a list of token ids"
         raise RequestError(msg, param="tokens")

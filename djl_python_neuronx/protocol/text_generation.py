@@ -1,4 +1,4 @@
-"""Code that the protocols around LMI share: TGI's and LMI's parameters, an answer's sequences and its formatters.
+"""Code that the protocols around TGI and LMI share: parameters, details of an answer, and how a request is made.
 
 A protocol adds a request model and a `Shape`.
 """
@@ -6,28 +6,23 @@ A protocol adds a request model and a `Shape`.
 from __future__ import annotations
 
 import reprlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
-    ServingError,
     UnsupportedParameterError,
     did_you_mean,
     json_type,
 )
-from djl_python_neuronx.protocol.base import (
-    Formatter,
-    ParseContext,
-    ParsedRequest,
-    error_fields,
-)
+from djl_python_neuronx.protocol.answers import Answer, AnswerFormatter, Shape
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
@@ -41,15 +36,10 @@ from djl_python_neuronx.protocol.parameters import (
     validated,
 )
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import FinishReason
 
 MAX_TOP_TOKENS = 20
 _FIELDS = ("inputs", "parameters", "stream", "model")
-FRAMES = {
-    "jsonlines": ("application/jsonlines", b"", b"\n"),
-    "sse": ("text/event-stream", b"data: ", b"\n\n"),
-}
-"""Form of a stream to its media type, and the bytes before and after each part."""
 
 
 class Parameters(GenerationParameters):
@@ -142,7 +132,7 @@ class Details(TypedDict):
     best_of_sequences: NotRequired[list[Details]]
 
 
-class Generated(TypedDict):
+class GeneratedText(TypedDict):
     """A whole answer."""
 
     generated_text: str
@@ -180,73 +170,6 @@ def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[obj
     return inputs, given
 
 
-class Answer:
-    """One sequence of an answer as it grows."""
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        keeps_tokens: bool,
-        text: str = "",
-        prompt: str = "",
-        prefill: orjson.Fragment | None = None,
-    ) -> None:
-        """`text`: the start of its text; `prefill`: JSON of the prompt's tokens."""
-        self.request, self.prompt, self.prefill = request, prompt, prefill
-        self.tokens: list[Token] = []
-        self.end = Delta("", "", ())
-        """The last delta."""
-        self._texts = [text]
-        self._keeps_tokens = keeps_tokens
-
-    def add(self, delta: Delta) -> None:
-        """Add a delta."""
-        if delta.text:
-            self._texts.append(delta.text)
-        if self._keeps_tokens:
-            self.tokens += delta.tokens
-        self.end = delta
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
-
-    @property
-    def log_probability(self) -> float:
-        """The sum over its tokens, if it keeps them."""
-        return sum(token.logprob or 0.0 for token in self.tokens)
-
-    @property
-    def mean_logprob(self) -> float:
-        """The mean over its tokens, if it keeps them."""
-        return self.log_probability / max(1, len(self.tokens))
-
-
-class Shape(ABC):
-    """The answer to a request as values for JSON: whole, or in the parts of a stream. Errors are LMI's by default."""
-
-    ranks = True
-    """True if several sequences are ordered by their log-probabilities."""
-
-    @abstractmethod
-    def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
-        """The answer for one prompt, when all of its sequences have ended."""
-
-    @abstractmethod
-    def lines(self, answer: Answer, delta: Delta) -> Sequence[Mapping[str, Any]]:
-        """The parts of a stream for a delta that `answer` has got; it may be an error."""
-
-    def error(self, error: ServingError) -> Mapping[str, Any]:
-        """An answer that is an error as a whole."""
-        return error_fields(error)
-
-    def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:  # noqa: ARG002
-        """The tokens of a prompt, if the client wants them."""
-        return None
-
-
 class DetailedShape(Shape):
     """LMI's and TGI's common shape: a text, details with a list of its tokens, and the best of several sequences."""
 
@@ -266,8 +189,8 @@ class DetailedShape(Shape):
     def facts(self, answer: Answer) -> dict[str, Any]:
         """Details common to every sequence."""
         facts: dict[str, Any] = {
-            "finish_reason": answer.end.finish_reason,
-            "generated_tokens": answer.end.num_generated_tokens,
+            "finish_reason": answer.finish_reason,
+            "generated_tokens": answer.num_tokens,
             "tokens": [self.token(token) for token in answer.tokens],
         }
         if self._given.top_n_tokens:
@@ -278,8 +201,7 @@ class DetailedShape(Shape):
 
     def details(self, answer: Answer) -> dict[str, Any]:
         """The details of the best sequence, without the others. It alone has the prompt, which may be long."""
-        facts = self.facts(answer)
-        return facts if answer.prefill is None else {**facts, "prefill": answer.prefill}
+        return {**self.facts(answer), **answer.prompt_details}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `Shape`."""
@@ -294,16 +216,16 @@ class DetailedShape(Shape):
                 ]
         return body
 
-    def prefill(self, prompt_ids: Sequence[int]) -> orjson.Fragment | None:
+    def prompt_details(self, prompt: str, prompt_ids: Sequence[int]) -> dict[str, Any]:  # noqa: ARG002
         """See `Shape`. The graphs return no logits of a prompt, so the log-probabilities are null."""
         if not self._given.decoder_input_details or not self._given.details:
-            return None
+            return {}
         text_of = self._tokenizer.token_bytes
         tokens = [
             {"id": one, "text": text_of(one).decode(errors="replace"), self.logprob_name: None}
             for one in prompt_ids
         ]
-        return orjson.Fragment(orjson.dumps(tokens))
+        return {"prefill": orjson.Fragment(orjson.dumps(tokens))}
 
 
 def parsed_request(
@@ -318,7 +240,7 @@ def parsed_request(
 ) -> ParsedRequest:
     """The request of so many sequences for each prompt as `given` has.
 
-    `stream`: see `FRAMES`; `listed`: the answer is a list.
+    `stream`: see `answers.FRAMES`; `listed`: the answer is a list.
 
     Raises:
         RequestError: a parameter or a prompt is not allowed.
@@ -343,18 +265,14 @@ def parsed_request(
     for i, prompt in enumerate(prompts):
         group = requests[i * number : (i + 1) * number]
         text = prompt if given.return_full_text else ""
-        prefill = shape.prefill(group[0].prompt_ids)
+        details = shape.prompt_details(prompt, group[0].prompt_ids)
         groups.append(
             [
-                Answer(one, keeps_tokens=keeps_tokens, text=text, prompt=prompt, prefill=prefill)
+                Answer(one, keeps_tokens=keeps_tokens, text=text, prompt_details=details)
                 for one in group
             ]
         )
-    formatter: Formatter = (
-        LinesFormatter(groups[0][0], shape, stream)
-        if stream
-        else JsonFormatter(groups, shape.whole, shape.error, listed=listed)
-    )
+    formatter = AnswerFormatter(groups, shape, stream=stream, listed=listed)
     return ParsedRequest(requests, formatter, stream=stream is not None)
 
 
@@ -372,51 +290,3 @@ def _check_number(given: Parameters, sampling: SamplingParams, stream: str | Non
     if given.num_sequences > 1 and sampling.temperature == 0:
         msg = "n and best_of above 1 need sampling, greedy sequences are all the same; set do_sample or temperature"
         raise RequestError(msg, param=name)
-
-
-class JsonFormatter:
-    """The whole answer, when the last sequence ends: that for the only prompt, or a list of those for all prompts."""
-
-    content_type = "application/json"
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[Answer]],
-        whole: Callable[[Sequence[Answer]], Mapping[str, Any]],
-        error: Callable[[ServingError], Mapping[str, Any]],
-        *,
-        listed: bool = False,
-    ) -> None:
-        """`groups`: the sequences of each prompt; `whole` and `error`: see `Shape`."""
-        self._answers = {one.request.request_id: (one, group) for group in groups for one in group}
-        self._bodies = dict.fromkeys([group[0] for group in groups], b"")
-        self._whole, self._error, self._listed = whole, error, listed
-
-    def feed(self, delta: Delta) -> bytes:
-        """See `Formatter`."""
-        if delta.error is not None:
-            return orjson.dumps(self._error(delta.error))
-        answer, group = self._answers[delta.request_id]
-        answer.add(delta)
-        if not (delta.finished and all(one.end.finished for one in group)):
-            return b""
-        self._bodies[group[0]] = orjson.dumps(self._whole(group))
-        bodies = list(self._bodies.values())
-        if not all(bodies):
-            return b""
-        return b"[" + b",".join(bodies) + b"]" if self._listed else bodies[0]
-
-
-class LinesFormatter:
-    """One JSON object per token, in lines or as server-sent events."""
-
-    def __init__(self, answer: Answer, shape: Shape, stream: str) -> None:
-        """`stream`: see `FRAMES`."""
-        self.content_type, self._prefix, self._suffix = FRAMES[stream]
-        self._answer, self._shape = answer, shape
-
-    def feed(self, delta: Delta) -> bytes:
-        """See `Formatter`."""
-        self._answer.add(delta)
-        lines = self._shape.lines(self._answer, delta)
-        return b"".join([self._prefix + orjson.dumps(line) + self._suffix for line in lines])

@@ -1,0 +1,176 @@
+"""Answers as they grow: the engine's deltas become events, a `Shape` writes events as JSON, one formatter sends it.
+
+A wire format has one shape. A new kind of event is a class here and a branch in `Shape.write` of each format that has
+it (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Union
+
+import orjson
+
+from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.protocol.base import error_fields
+from djl_python_neuronx.types import FinishReason, GenerationRequest
+
+FRAMES = {
+    None: ("application/json", b"", b""),
+    "jsonlines": ("application/jsonlines", b"", b"\n"),
+    "sse": ("text/event-stream", b"data: ", b"\n\n"),
+}
+"""Form of a stream, or None for a whole answer, to its media type, and the bytes before and after each part."""
+
+
+@dataclass(slots=True)
+class StartEvent:
+    """The start of a sequence, before its first token."""
+
+    text: str
+    """The prompt, if the answer repeats it, else ""."""
+
+
+@dataclass(slots=True)
+class TextEvent:
+    """Text of a step with its tokens. Tokens may have no text yet; the last text may have no token."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+@dataclass(slots=True)
+class EndEvent:
+    """The end of a sequence, or its failure, which ends the whole answer."""
+
+    finish_reason: FinishReason
+    error: ServingError | None
+
+
+Event = Union[StartEvent, TextEvent, EndEvent]
+
+
+class Answer:
+    """One sequence of an answer as it grows."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        keeps_tokens: bool,
+        index: int = 0,
+        text: str = "",
+        prompt_details: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`index`: among the sequences; `text`: its start; `prompt_details`: those that `Shape` makes of the prompt."""
+        self.request, self.index, self.prompt_details = request, index, prompt_details
+        self.tokens: list[Token] = []
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        """None until the end."""
+        self._texts = [text]
+        self._keeps_tokens = keeps_tokens
+        self._starts = True
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta."""
+        self._texts.append(delta.text)
+        if self._keeps_tokens:
+            self.tokens += delta.tokens
+        self.num_tokens = delta.num_generated_tokens
+        self.finish_reason = delta.finish_reason
+
+    def events(self, delta: Delta) -> list[Event]:
+        """The events of the delta that was just added."""
+        events: list[Event] = [TextEvent(delta.text, delta.tokens)]
+        if self._starts:
+            self._starts = False
+            events.insert(0, StartEvent(self._texts[0]))
+        if delta.finish_reason is not None:
+            events.append(EndEvent(delta.finish_reason, delta.error))
+        return events
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def log_probability(self) -> float:
+        """The sum over its tokens, if it keeps them."""
+        return sum(token.logprob or 0.0 for token in self.tokens)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean over its tokens, if it keeps them."""
+        return self.log_probability / max(1, len(self.tokens))
+
+
+class Shape(ABC):
+    """A wire format's answers to one request as values for JSON. Errors are LMI's by default."""
+
+    ranks = True
+    """True if several sequences are ordered by their log-probabilities."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
+        """The answer for one prompt, when all of its sequences have ended."""
+
+    @abstractmethod
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
+        """Write an event of a stream to the parts of its step. The `answer` has the whole step."""
+
+    def error(self, error: ServingError) -> Mapping[str, Any]:
+        """An answer that is an error as a whole."""
+        return error_fields(error)
+
+    def prompt_details(self, prompt: str, prompt_ids: Sequence[int]) -> Mapping[str, Any]:  # noqa: ARG002
+        """The details that are known before the first token."""
+        return {}
+
+
+class AnswerFormatter:
+    """The `Formatter` of generated answers: a stream of parts, or the whole when the last sequence ends."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Answer]],
+        shape: Shape,
+        *,
+        stream: str | None,
+        listed: bool = False,
+    ) -> None:
+        """`groups`: the sequences of each prompt; `stream`: see `FRAMES`; `listed`: the whole is a list of answers."""
+        self.content_type, self._prefix, self._suffix = FRAMES[stream]
+        self._shape, self._streams, self._listed = shape, stream is not None, listed
+        self._answers = {one.request.request_id: (one, group) for group in groups for one in group}
+        self._bodies = dict.fromkeys([group[0] for group in groups], b"")
+
+    def feed(self, delta: Delta) -> bytes:
+        """See `Formatter`."""
+        answer, group = self._answers[delta.request_id]
+        answer.add(delta)
+        if not self._streams:
+            return self._whole(group, delta) if delta.finished else b""
+        parts: list[Any] = []
+        for event in answer.events(delta):
+            self._shape.write(answer, event, parts)
+        content = b""
+        for part in parts:
+            content += self._prefix + orjson.dumps(part) + self._suffix
+        return content
+
+    def _whole(self, group: Sequence[Answer], delta: Delta) -> bytes:
+        """The whole answer, if it has ended. Each prompt's is encoded at its own end: all at once would take long."""
+        if delta.error is not None:
+            return orjson.dumps(self._shape.error(delta.error))
+        if all(one.finish_reason is not None for one in group):
+            self._bodies[group[0]] = orjson.dumps(self._shape.whole(group))
+        bodies = list(self._bodies.values())
+        if not all(bodies):
+            return b""
+        return b"[" + b",".join(bodies) + b"]" if self._listed else bodies[0]
