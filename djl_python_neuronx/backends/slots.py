@@ -16,29 +16,31 @@ from djl_python_neuronx.backends.base import (
     PartKind,
     Rows,
     Step,
-    StepKind,
     StepOutput,
+    Want,
 )
 from djl_python_neuronx.backends.faults import of_step
-from djl_python_neuronx.backends.shapes import check_rows, refuse
+from djl_python_neuronx.backends.shapes import check_budget, check_rows, refuse
 from djl_python_neuronx.errors import StepError
 
 
-class SlotBackend:
-    """The part of a `Backend` that counts the tokens of each slot."""
+class SlotBackend(ABC):
+    """The part of a `Backend` that all share: checks of the steps, and the number of tokens in each slot."""
 
     name: ClassVar[str]
     """The backend's name in messages."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        """Every slot is empty."""
-        self._spec = spec
+    def __init__(self, spec: ModelSpec, model: Any) -> None:  # noqa: ANN401
+        """Every slot is empty. `model`: runs the steps; `close` drops it."""
+        self.spec = spec
+        self._model = model
         self._filled = np.zeros(spec.num_slots, np.int64)
+        self._num_reprefilled = 0
+        """Tokens that the present step has prefilled again."""
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Facts of the loaded model; constant."""
-        return self._spec
+    @abstractmethod
+    def _run(self, step: Step) -> StepOutput:
+        """Run a step that has been checked."""
 
     def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
         """Return 0: no prefix is ever reused."""
@@ -53,6 +55,46 @@ class SlotBackend:
         """Empty these slots; a decode of an empty slot is refused."""
         self._filled[list(slots)] = 0
 
+    def run(self, step: Step) -> StepOutput:
+        """Run a step.
+
+        Raises:
+            StepError: it breaks a limit of the spec, or the device failed; `fatal` if the device is lost.
+            DeviceMemoryError: the device is out of memory.
+        """
+        if self._model is None:
+            message = (
+                f"the {self.name} backend is closed; expected no more steps. Load the model again"
+            )
+            error = StepError(message)
+            error.fatal = True
+            raise error
+        parts = step.parts
+        if self.spec.mixed_steps:
+            check_budget([rows for _, rows in parts], self.spec)
+        elif len(parts) > 1:
+            refuse("a mixed step", "a prefill or a decode")
+        for kind, rows in parts:
+            self._check(kind, rows)
+        self._num_reprefilled = 0
+        try:
+            output = self._run(step)
+        except Exception as error:
+            # The cache of these rows is undefined from their starts on.
+            for _, rows in parts:
+                self._filled[rows.slots] = rows.starts
+            count = sum(len(rows.slots) for _, rows in parts)
+            raise of_step(error, f"a {step.kind} step of {count} rows") from error
+        for _, rows in parts:
+            self._filled[rows.slots] = rows.starts + rows.lens
+        output.num_reprefilled = self._num_reprefilled
+        return output
+
+    def close(self) -> None:
+        """Drop the model: the device's memory is free with the last reference."""
+        self._model = None
+        gc.collect()  # the model's parts refer to one another
+
     def _check(self, kind: PartKind, rows: Rows) -> None:
         """Refuse a part of a step that breaks a limit of the spec or does not fit the tokens in its slots.
 
@@ -66,64 +108,15 @@ class SlotBackend:
         if kind == "decode":
             if not rows.starts.all():
                 refuse(f"a decode of slots {rows.slots.tolist()}", "slots that hold a prompt")
+            width, columns = rows.input_ids.shape[1], 1
+            if rows.wants == Want.ALL_LOGITS:
+                columns += self.spec.num_speculative_tokens
+            if width != columns:
+                refuse(f"a decode of {width} columns", f"{columns} for each row")
         elif rows.lens.max() > longest:
             refuse(f"a prompt of {rows.lens.max()} tokens", f"at most {longest}")
-
-    def _closed(self) -> StepError:
-        """Return the error of a step after `close`."""
-        message = f"the {self.name} backend is closed; expected no more steps. Load the model again"
-        error = StepError(message)
-        error.fatal = True
-        return error
-
-
-class DeviceBackend(SlotBackend, ABC):
-    """The part that the backends of the Neuron libraries share: steps without parts of both kinds, and their state."""
-
-    def __init__(self, spec: ModelSpec, model: Any) -> None:  # noqa: ANN401
-        """Every slot is empty. `model`: the library's, on the device."""
-        super().__init__(spec)
-        self._model = model
-        self._num_reprefilled = 0
-        """Tokens that the present step has prefilled again."""
-
-    @abstractmethod
-    def _run(self, kind: StepKind, rows: Rows) -> StepOutput:
-        """Run the rows of a step that has been checked."""
-
-    def run(self, step: Step) -> StepOutput:
-        """Run a step.
-
-        Raises:
-            StepError: it breaks a limit of the spec, or the device failed; `fatal` if the device is lost.
-            DeviceMemoryError: the device is out of memory.
-        """
-        if self._model is None:
-            raise self._closed()
-        rows = self._rows_of(step)
-        self._num_reprefilled = 0
-        try:
-            output = self._run(step.kind, rows)
-        except Exception as error:
-            # The cache of these rows is undefined from their starts on.
-            self._filled[rows.slots] = rows.starts
-            raise of_step(error, f"a {step.kind} step of {len(rows.slots)} rows") from error
-        self._filled[rows.slots] = rows.starts + rows.lens
-        output.num_reprefilled = self._num_reprefilled
-        return output
-
-    def close(self) -> None:
-        """Drop the model: the runtime frees the device's memory with the last reference."""
-        self._model = None
-        gc.collect()  # the model's parts refer to one another
-
-    def _rows_of(self, step: Step) -> Rows:
-        """Return the rows of a step after checking them against the spec."""
-        if step.kind == "mixed":
-            refuse("a mixed step", "a prefill or a decode")
-        [(kind, rows)] = step.parts
-        self._check(kind, rows)
-        return rows
+        elif len(rows.slots) > self.spec.max_prefill_batch:
+            refuse(f"{len(rows.slots)} prompts", f"at most {self.spec.max_prefill_batch}")
 
 
 def record(history: Int32Array, filled: npt.NDArray[np.int64], rows: Rows) -> Int32Array:

@@ -99,7 +99,7 @@ def _compile_here(backend: str, plan: LoadPlan, target: Path, **_: object) -> No
 def loaded(plan: LoadPlan, compiled: Path | None = None) -> Iterator[Backend]:
     """A loaded backend; the rig's processes end with it."""
     backend: Any = backends.get("nxdi").load(plan, compiled)
-    ranks = backend._model.traced_model.nxd_model.ranks
+    ranks = backend._model.application.traced_model.nxd_model.ranks
     try:
         yield backend
     finally:

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
     """Whole or in chunks, verified or decoded, last column or all: always the plain logits."""
     directory = checkpoint(model_type)
     reference = load_reference(directory)
-    backend = backends.get("cpu").load(plan_for(directory))
+    backend = backends.get("cpu").load(plan_for(directory, num_speculative_tokens=2))
     short, long = prompts_of(5, 23)
     wanted = {0: plain_logits(reference, short), 3: plain_logits(reference, long)}
 
@@ -190,7 +191,7 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
     np.testing.assert_allclose(found[0, :3], wanted[0][2:], atol=1e-4)
     np.testing.assert_allclose(found[1], wanted[3][9:20], atol=1e-4)
 
-    # Three drafts verified in one decode; the first try was wrong and is overwritten.
+    # Two drafts verified in one decode; the first try was wrong and is overwritten.
     for drafts in ([9, 9, 9], long[20:23]):
         verified = make_rows({3: drafts}, {3: 20}, Want.ALL_LOGITS)
         found = logits_of(backend, Step(decode=verified))
@@ -350,7 +351,7 @@ def test_what_is_not_a_number_stays_where_it_is(model_type: str, tmp_path: Path)
     save_tiny_model(model_type, tmp_path)
     wanted = generate(load_reference(tmp_path), [5, 6, 7], 6)
     poison(tmp_path / "model.safetensors", 0, 96)
-    driver = Driver(backends.get("cpu").load(plan_for(tmp_path)))
+    driver = Driver(backends.get("cpu").load(plan_for(tmp_path, num_speculative_tokens=2)))
     driver.join({0: [9, 96, *prompts_of(15)[0]], 1: [5, 6, 7], 3: prompts_of(20)[0]})
     driver.leave(0)
     drafts = make_rows({1: [driver.live[1].tokens[-1], 96, 96]}, {1: 3}, Want.ALL_LOGITS)
@@ -595,6 +596,7 @@ def test_a_cache_that_does_not_fit_is_refused(llama: Path) -> None:
 def test_close_frees_the_cache(llama: Path) -> None:
     backend = backends.get("cpu").load(plan_for(llama))
     assert isinstance(backend, CpuBackend)
-    assert backend.cache_bytes == 2 * 2 * 4 * 2 * MAX_POSITIONS * 8 * 4
+    assert backend._model.cache_bytes == 2 * 2 * 4 * 2 * MAX_POSITIONS * 8 * 4
+    cache = weakref.ref(backend._model._cache)
     backend.close()
-    assert backend.cache_bytes == 0
+    assert cache() is None

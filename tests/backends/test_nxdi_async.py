@@ -198,7 +198,8 @@ def test_a_call_that_fails_harms_no_later_request(
     engine.add(one)
     for _ in range(4):
         engine.step()
-    application = case.backend._model
+    calls = case.backend._model
+    application = calls.application
     assert application.prior_outputs is not None
 
     def loses(**inputs: Any) -> None:
@@ -207,7 +208,7 @@ def test_a_call_that_fails_harms_no_later_request(
         raise RuntimeError(message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(case.backend, "_model", loses)
+        patch.setattr(calls, "application", loses)
         (output,) = engine.step().outputs
     assert isinstance(output.error, StepError)
     for name in "bc":

@@ -14,7 +14,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
 from djl_python_neuronx.backends.base import Step, Want  # noqa: E402
-from djl_python_neuronx.backends.nxdi.batching import _NO_TOP_P, TEMPERATURES  # noqa: E402
+from djl_python_neuronx.backends.nxdi.rows import NO_TOP_P  # noqa: E402
+from djl_python_neuronx.backends.nxdi.spec import TEMPERATURES  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.limits import check, sampled_on_host  # noqa: E402
 from djl_python_neuronx.errors import StepError, UnsupportedParameterError  # noqa: E402
@@ -157,7 +158,7 @@ def test_the_device_draws_from_exactly_what_hugging_face_does() -> None:
             SamplingParams(temperature=float(temperature), top_k=int(top_k))
             for temperature, top_k in zip(temperatures, random.integers(1, 65, 5), strict=True)
         ]
-        parameters = torch.tensor([[row.top_k, _NO_TOP_P, row.temperature] for row in rows])
+        parameters = torch.tensor([[row.top_k, NO_TOP_P, row.temperature] for row in rows])
         ids, found = sampler(logits.clone(), parameters, return_values=True)
         drawn = torch.zeros_like(logits).scatter_(1, ids, found)
         wanted = np.array([hugging_face(*pair) for pair in zip(logits, rows, strict=True)])

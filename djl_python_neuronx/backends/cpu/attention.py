@@ -169,7 +169,3 @@ class SlotCache(Cache):
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Positions of a slot."""
         return self._shape[1]
-
-    def clear(self) -> None:
-        """Free every tensor."""
-        self._layers.clear()

@@ -24,7 +24,7 @@ from djl_python_neuronx.backends.cpu.checkpoint import check_version, load_check
 from djl_python_neuronx.backends.cpu.model import SlotModel, translate
 from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import check_budget, choose_bucket, refuse
+from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.backends.slots import SlotBackend
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class CpuBackend(SlotBackend):
 
     name = "cpu"
 
+    _model: SlotModel
+
     def __init__(self, model: SlotModel, plan: LoadPlan) -> None:
         """Every slot is empty."""
         spec = ModelSpec(
@@ -75,54 +77,21 @@ class CpuBackend(SlotBackend):
             num_speculative_tokens=plan.num_speculative_tokens,
             mixed_steps=plan.mixed_steps,
         )
-        super().__init__(spec)
-        self._model: SlotModel | None = model
+        super().__init__(spec, model)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Size of the KV cache."""
-        return 0 if self._model is None else self._model.cache_bytes
-
-    def close(self) -> None:
-        """Free weights and cache."""
-        if self._model is not None:
-            self._model.clear()
-        self._model = None
-
-    def run(self, step: Step) -> HostLogits:
-        """Run a step. Padding columns of ALL_LOGITS are undefined.
-
-        Raises:
-            StepError: the step breaks a limit of the spec, or torch failed.
-            DeviceMemoryError: out of memory.
-        """
-        if self._model is None:
-            raise self._closed()
-        self._check_step(step)
-        values = [self._run(self._model, kind, rows) for kind, rows in step.parts]
+    def _run(self, step: Step) -> HostLogits:
+        """Run a step. Padding columns of ALL_LOGITS are undefined."""
+        values = [self._forward(kind, rows) for kind, rows in step.parts]
         if not values[0].shape[1] and len(values) > 1:
             values[0] = np.zeros((len(values[0]), *values[1].shape[1:]), np.float32)
         return HostLogits(values[0] if len(values) == 1 else np.concatenate(values))
 
-    def _check_step(self, step: Step) -> None:
-        """Refuse a step before any part of it has run."""
-        if self.spec.mixed_steps:
-            check_budget([rows for _, rows in step.parts], self.spec)
-        elif step.kind == "mixed":
-            refuse("a mixed step", "a prefill or a decode")
-        for kind, rows in step.parts:
-            self._check(kind, rows)
-
-    def _run(self, model: SlotModel, kind: PartKind, rows: Rows) -> Float32Array:
+    def _forward(self, kind: PartKind, rows: Rows) -> Float32Array:
         width, reach = self._shapes(kind, rows)
-        # Until the step has succeeded, the cache is undefined from its starts on.
-        self._filled[rows.slots] = rows.starts
         try:
-            values = model.forward(rows, reach=reach, width=width)
+            return self._model.forward(rows, reach=reach, width=width)
         except Exception as error:
             raise translate(error, f"a {kind} step of {len(rows.slots)} rows") from error
-        self._filled[rows.slots] += rows.lens
-        return values
 
     def _shapes(self, kind: PartKind, rows: Rows) -> tuple[int, int]:
         """Return the columns of the rows, and the columns of the cache that attention reads."""

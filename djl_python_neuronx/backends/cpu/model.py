@@ -178,10 +178,6 @@ class SlotModel:
         parts = [self.forward(rows, reach=reach) for rows in _halves(ids, self._last_slot)]
         return float(np.sqrt(np.mean((np.concatenate(parts, axis=1) - wanted) ** 2)))
 
-    def clear(self) -> None:
-        """Free the cache."""
-        self._cache.clear()
-
 
 def _halves(ids: Int32Array, slot: int) -> Iterator[Rows]:
     """Yield a row in two steps that want every column; the second one reads the first one's cache."""

@@ -1,4 +1,4 @@
-"""Cache positions that may hold what is not a number (NaN). Numpy only.
+"""Cache positions that may hold what is not a number (NaN), and overwriting them.
 
 NaN spoils whatever is read with it, masked or not: the mask sets its weight to 0, and 0 times NaN is NaN (NxD Inference
 0.9, modules/attention/attention_base.py `compute_for_token_gen`: scores are selected, values multiplied). A prompt
@@ -7,9 +7,19 @@ reads nothing and writes its whole bucket, so an earlier sequence spoils a later
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from djl_python_neuronx.backends.base import DeviceTokens, Int32Array, Rows, StepOutput
+from djl_python_neuronx.backends.nxdi.calls import Calls
+from djl_python_neuronx.backends.nxdi.rows import FREE
+
+_PROBES = 4
+"""Tokens to try before one that follows all of them is taken for the one that NaN yields: clearing a slot takes a call
+for each layer, or many."""
 
 
 class Doubts:
@@ -51,3 +61,48 @@ class Doubts:
     def forget(self, slot: int) -> None:
         """Mark a slot as clean."""
         self._first[slot] = self._end[slot] = 0
+
+
+class Mender:
+    """Overwrites NaN in the cache of a free slot."""
+
+    def __init__(self, calls: Calls, slot: int, filled: npt.NDArray[np.int64]) -> None:
+        """`filled`: the tokens that each slot holds; every other slot's calls write where its next token does."""
+        self._calls, self._slot = calls, slot
+        newest = np.clip(filled[: calls.num_rows(slot)], FREE, calls.spec.max_model_len - 1)
+        self._positions = newest[:, None].astype(np.int32)
+
+    def mend(self, doubtful: range, blank: Callable[[int, int], object]) -> None:
+        """Overwrite the doubtful positions if one of them is NaN. `blank` writes the first columns of a slot.
+
+        No call clears a slot, and a prefill does not read the old values. Each decode that reads and rewrites the
+        position cleans one more layer, so this repeats once per layer.
+        """
+        longest = self._calls.prompt_buckets[-1]
+        for turn in range(int(self._calls.application.config.num_hidden_layers) + 1):
+            if not self._is_spoiled(doubtful.stop):
+                return
+            if turn == 0:
+                blank(self._slot, longest)
+            for position in range(max(doubtful.start, longest), doubtful.stop):
+                self._decode(0, position, 1)
+
+    def _is_spoiled(self, end: int) -> bool:
+        """Return whether the slot's cache holds NaN before `end`, or may do so.
+
+        Without logits: whether tokens from all over the vocabulary are followed by one and the same.
+        """
+        vocab_size, found = self._calls.spec.vocab_size, set()
+        for token_id in range(0, vocab_size, -(-vocab_size // _PROBES)):
+            output = self._decode(token_id, FREE, end)
+            if output.logits is not None:
+                return not bool(output.logits[self._slot, 0, 0].isfinite())
+            found.add(int(output.tokens[self._slot]))
+            if len(found) > 1:
+                return False
+        return True
+
+    def _decode(self, token_id: int, position: int, length: int) -> Any:  # noqa: ANN401
+        positions = self._positions.copy()
+        positions[self._slot] = position
+        return self._calls.decode_alone(token_id, positions, length)

@@ -16,21 +16,23 @@ from djl_python_neuronx.backends.base import (
     ModelSpec,
     PartKind,
     Rows,
-    StepKind,
+    Step,
     StepOutput,
     Want,
 )
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import refuse
-from djl_python_neuronx.backends.slots import DeviceBackend
+from djl_python_neuronx.backends.shapes import pad_to_bucket, refuse
+from djl_python_neuronx.backends.slots import SlotBackend
 from djl_python_neuronx.backends.tnx.nan import clear, find_nan_token, is_spoiled
 from djl_python_neuronx.backends.tnx.sampling import TEMPERATURES, DeviceSampling
 
 _PIECE = 8192
+PER_ROW = ("lens", "starts", "slots", "adapters", "sampling")
+"""Arrays of `Rows` with a value for each row, of the same shape whatever the step."""
 
 
-class TnxBackend(DeviceBackend):
+class TnxBackend(SlotBackend):
     """A `Backend` on a model that `to_neuron` has put on the device."""
 
     name = "tnx"
@@ -69,10 +71,11 @@ class TnxBackend(DeviceBackend):
         """Remove every NaN and infinity from a free slot's cache."""
         clear(self._model, slot)
 
-    def _run(self, kind: StepKind, rows: Rows) -> StepOutput:
+    def _run(self, step: Step) -> StepOutput:
+        rows = joined([rows for _, rows in step.parts])
         if self._sampling:
-            self._sampling.send(rows)
-        run = self._decode if kind == "decode" else self._prefill
+            self._sampling.send(rows, self._model)
+        run = self._decode if step.kind == "decode" else self._prefill
         with torch.inference_mode():
             return self._answer(run(rows), rows)
 
@@ -90,20 +93,10 @@ class TnxBackend(DeviceBackend):
             self._spoiled[slot] = False
         return held
 
-    def close(self) -> None:
-        """Drop the model: the runtime frees the device's memory with the last reference."""
-        self._sampling = None
-        super().close()
-
     def _check(self, kind: PartKind, rows: Rows) -> None:
         """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""
         super()._check(kind, rows)
-        width = rows.input_ids.shape[1]
-        if kind == "decode":
-            drafts = rows.wants == Want.ALL_LOGITS and self.spec.num_speculative_tokens
-            if width != 1 + drafts:
-                refuse(f"a decode of {width} columns", f"{1 + drafts} for each row")
-        elif Want.ALL_LOGITS in rows.wants:
+        if kind == "prefill" and Want.ALL_LOGITS in rows.wants:
             refuse("the logits of every column of a prompt", "those of the last")
 
     def _answer(self, output: torch.Tensor, rows: Rows) -> StepOutput:
@@ -131,6 +124,16 @@ class TnxBackend(DeviceBackend):
         if columns and not np.isfinite(logits[:, :, 0]).all():
             self._spoiled[rows.slots] |= ~np.isfinite(logits[:, :, 0]).all(axis=1)
         return HostLogits(logits)
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """Return the rows of all parts of a step, in this order."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.input_ids.shape[1] for part in parts)
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_ROW}
+    ids = np.concatenate([pad_to_bucket(part.input_ids, width) for part in parts])
+    return Rows(ids, wants=parts[0].wants | parts[-1].wants, **arrays)
 
 
 def _make_spec(model: Any, plan: LoadPlan, sampling: DeviceSampling | None) -> ModelSpec:  # noqa: ANN401

@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from djl_python_neuronx.backends.base import Rows, Step, Want
+from djl_python_neuronx.backends.base import Rows, Want
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.shapes import check_budget, pad_to_bucket
-from djl_python_neuronx.backends.tnx.base import TnxBackend
+from djl_python_neuronx.backends.tnx.base import PER_ROW, TnxBackend
 from djl_python_neuronx.backends.tnx.model import CACHE_CALL
-
-_PER_ROW = ("lens", "starts", "slots", "adapters", "sampling")
-"""Arrays of `Rows` with a value for each row, of the same shape whatever the step."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +59,6 @@ class PagedBackend(TnxBackend):
         """Return 0: no prefix is ever reused."""
         self._spoiled[slot] = False  # nothing to clear, see the class
         return super().acquire(slot, prompt_ids, adapter)
-
-    def _rows_of(self, step: Step) -> Rows:
-        for kind, rows in step.parts:
-            self._check(kind, rows)
-        joined = _joined([rows for _, rows in step.parts])
-        check_budget([joined], self.spec)
-        return joined
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
         answer = self._call(rows)
@@ -123,17 +112,7 @@ class PagedBackend(TnxBackend):
         )
 
 
-def _joined(parts: list[Rows]) -> Rows:
-    """Return the rows of all parts, in this order."""
-    if len(parts) == 1:
-        return parts[0]
-    width = max(part.input_ids.shape[1] for part in parts)
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_ROW}
-    ids = np.concatenate([pad_to_bucket(part.input_ids, width) for part in parts])
-    return Rows(ids, wants=parts[0].wants | parts[-1].wants, **arrays)
-
-
 def _row(rows: Rows, index: int) -> Rows:
     """Return one of the rows."""
-    arrays = {name: getattr(rows, name)[[index]] for name in ("input_ids", *_PER_ROW)}
+    arrays = {name: getattr(rows, name)[[index]] for name in ("input_ids", *PER_ROW)}
     return replace(rows, **arrays)

@@ -196,7 +196,7 @@ _BATCHES = (
     ).refuse(
         "graphs for fewer sequences give logits beside tokens only with continuous batching; leave one of them out"
     ),
-    # Source: backends/nxdi/batching.py: rows are written from position 0 on, static batches too.
+    # Source: backends/nxdi/calls.py: rows are written from position 0 on, static batches too.
     when(padding_side="left").refuse(
         "prompts are padded on the right with NxD Inference; leave padding_side out"
     ),

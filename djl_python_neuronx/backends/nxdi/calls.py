@@ -1,0 +1,118 @@
+"""The calls of NxD Inference: their inputs, in the shapes that its graphs take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from djl_python_neuronx.backends.base import Float32Array, Int32Array, ModelSpec, Rows, Want
+from djl_python_neuronx.backends.nxdi.ahead import StepAhead
+from djl_python_neuronx.backends.nxdi.spec import lengths
+from djl_python_neuronx.backends.shapes import choose_bucket
+
+
+class Calls:
+    """Calls the library's application.
+
+    The library takes the smallest bucket that is longer than the attention mask. The masks here are one column shorter
+    than the bucket that is meant: a prompt's is not read if it is padded on the right, and the token of a decode is not
+    in it.
+    """
+
+    def __init__(self, application: Any, spec: ModelSpec) -> None:  # noqa: ANN401
+        """`application`: loaded."""
+        self.application = application
+        self.spec = spec
+        self.prompt_buckets = lengths(application.context_encoding_model)
+        self._batches = spec.decode_slots or (spec.num_slots,)
+        self._seq_ids = torch.arange(spec.num_slots, dtype=torch.int32)
+        self._columns = np.arange(spec.max_model_len, dtype=np.int32)
+        self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
+        self.num_written = 1 if self._ahead is None else 2
+        """Positions of each slot that a decode may write."""
+        # It refuses `rows.NO_TOP_P`; the backend has looked at the rows.
+        application.validate_sampling_params = lambda _: None
+
+    def prompt_bucket(self, length: int) -> int:
+        """Return the length of the graph for a prompt."""
+        return choose_bucket(length, self.prompt_buckets)
+
+    def num_rows(self, slot: int) -> int:
+        """Return the number of rows of a decode whose highest slot is `slot`."""
+        return choose_bucket(slot + 1, self._batches)
+
+    def prefill(
+        self, slots: Int32Array, ids: Int32Array, lens: Int32Array, sampling: Float32Array
+    ) -> Any:  # noqa: ANN401
+        """Return the output for prompts of `lens` tokens, one row for each slot; `ids`: int32[B, >= lens]."""
+        bucket = self.prompt_bucket(int(lens.max()))
+        columns, ends = np.arange(bucket, dtype=np.int32), lens[:, None]
+        # As the library pads, which finds a prompt's end by its largest position.
+        inside = columns < ends
+        positions = np.where(inside, columns, 1)
+        tokens = np.zeros((len(lens), bucket), np.int32)
+        width = min(bucket, ids.shape[1])
+        tokens[:, :width] = np.where(inside[:, :width], ids[:, :width], 0)
+        # One token would have two largest positions. The same one everywhere at position 0 gives the same output in
+        # every column; the next tokens overwrite the others.
+        alone = lens <= 1
+        tokens[alone], positions[alone] = tokens[alone, :1], 0
+        mask = inside[:, : bucket - 1].astype(np.int32)
+        return self._call(tokens, mask, positions, sampling, torch.from_numpy(slots.copy()))
+
+    def blank(self, slots: Int32Array, length: int) -> None:
+        """Write the first columns of these slots."""
+        ids, sampling = (
+            np.zeros((len(slots), length), np.int32),
+            np.ones((len(slots), 3), np.float32),
+        )
+        self.prefill(slots, ids, np.full_like(slots, length), sampling)
+
+    def decode(
+        self, ids: Int32Array, positions: Int32Array, sampling: Float32Array, rows: Rows
+    ) -> Any:  # noqa: ANN401
+        """Return the output for the newest tokens of the first slots; `rows`: those of them that the step is for."""
+        width = choose_bucket(int(positions.max()) + 1, self.spec.token_buckets) - 1
+        if self._ahead is not None:
+            # One column less than a bucket would keep every step synchronous.
+            width = int(positions.max())
+            if rows.wants == Want.TOKENS:
+                self._ahead.settle(rows.slots, ids, positions, sampling)
+            else:
+                self._ahead.drop(alone=True)
+        mask = (self._columns[:width] < positions).astype(np.int32)
+        output = self._call(ids, mask, positions, sampling.copy(), self._seq_ids[: len(ids)])
+        if self._ahead is not None:
+            self._ahead.note(output.tokens.reshape(-1, 1).numpy(), positions, sampling)
+        return output
+
+    def decode_alone(self, token_id: int, positions: Int32Array, length: int) -> Any:  # noqa: ANN401
+        """Return the output where the same token is at `positions`, int32[B, 1], of the first slots.
+
+        It attends to position 0 and to itself, with a graph for `length` columns.
+        """
+        shape = (len(positions), choose_bucket(length, self.spec.token_buckets) - 1)
+        mask = np.zeros(shape, np.int32)
+        mask[:, 0] = 1
+        if self._ahead is not None:
+            self._ahead.drop(alone=True)
+        ids, sampling = np.full_like(positions, token_id), np.ones((len(positions), 3), np.float32)
+        return self._call(ids, mask, positions, sampling, self._seq_ids[: len(ids)])
+
+    def _call(
+        self,
+        ids: Int32Array,
+        mask: Int32Array,
+        positions: Int32Array,
+        sampling: Float32Array,
+        seq_ids: torch.Tensor,
+    ) -> Any:  # noqa: ANN401
+        return self.application(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(positions),
+            seq_ids=seq_ids,
+            sampling_params=torch.from_numpy(sampling),
+        )

@@ -1,0 +1,59 @@
+"""The facts of an application of NxD Inference that is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.backends.plan import LoadPlan
+
+GREEDY = (1.0, 1.0, 1.0)
+TEMPERATURES = 0.0, 100.0
+"""The library drops tokens by a logit of -3000, which it then divides by the temperature: from about 150 on they are
+drawn (modules/generation/sampling.py, 0.9)."""
+
+
+def make_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  # noqa: ANN401
+    """Return the spec of a loaded application. `of_mode`: fields that depend on how it batches."""
+    config, limit = application.neuron_config, plan.max_model_len
+    sampling = config.on_device_sampling_config
+    dynamic = sampling is not None and sampling.dynamic
+    vocab_size = int(application.config.vocab_size)
+    largest = min(int(sampling.global_topk), vocab_size) if dynamic else None
+    buckets = application.token_generation_model.neuron_config.buckets
+    batches = {plan.num_slots, *(b[0] for b in buckets if isinstance(b, list))}
+    outputs = Want.LOGITS if sampling is None else Want.TOKENS
+    if config.output_logits:
+        outputs |= Want.LOGITS
+    return ModelSpec(
+        num_slots=plan.num_slots,
+        max_model_len=limit,
+        prefill_buckets=plan.prefill_buckets,
+        token_buckets=(
+            *(n for n in lengths(application.token_generation_model) if n < limit),
+            limit,
+        ),
+        vocab_size=vocab_size,
+        eos_ids=plan.eos_ids,
+        decode_slots=tuple(sorted(batches)) if len(batches) > 1 else (),
+        outputs=outputs,
+        largest_top_k=largest,
+        temperatures=TEMPERATURES,
+        applies_top_p=False,
+        default_top_k=largest if plan.default_top_k else None,
+        fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
+        **of_mode,
+    )
+
+
+def lengths(wrapper: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the lengths that graphs of a submodel exist for, ascending."""
+    buckets = wrapper.neuron_config.buckets
+    return tuple(sorted({b[1] if isinstance(b, list) else b for b in buckets}))
+
+
+def _fixed(sampling: Any) -> tuple[float, float, float]:  # noqa: ANN401
+    """Return the top_k, top_p and temperature that every row is sampled with."""
+    if not sampling.do_sample:
+        return GREEDY
+    return float(sampling.top_k), float(sampling.top_p), float(sampling.temperature)
