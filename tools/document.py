@@ -21,9 +21,8 @@ from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
 from djl_python_neuronx.planning.capabilities import Capability
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.fields import Field
-from djl_python_neuronx.planning.nxdi.rules import LATER
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 _OPTIONS_HEAD = """\
@@ -157,8 +156,7 @@ def architectures_page() -> str:
     """Text of docs/architectures.md."""
     parts = [_ARCHITECTURES_HEAD]
     tables = [_FIELDS_HEAD]
-    for backend in ("tnx", "nxdi"):
-        facts = NEURON_BACKENDS[backend]
+    for backend, facts in reversed([*NEURON_BACKENDS.items()]):
         whose: dict[str, list[str]] = {}
         for name, entry in facts.architectures.items():
             for note in _notes(entry):
@@ -177,7 +175,7 @@ def _features(backend: str, columns: Mapping[str, Capability]) -> Iterator[str]:
     for title, can in _CAPABILITIES.items():
         named = re.search(r"`(\w+)", title)
         if named is None or backend in option(named[1]).to:
-            later = backend == "nxdi" and named is not None and named[1] in LATER
+            later = named is not None and named[1] in NEURON_BACKENDS[backend].later
             able = (
                 "later" if later else "yes" if can(entry) else "–" for entry in columns.values()
             )
@@ -294,7 +292,7 @@ def equivalents(name: str) -> str:
     return "; ".join(
         f"{NEURON_BACKENDS[backend].library}: "
         f"{f'`{marker.to[backend]}`' if backend in marker.to else missing}"
-        for backend in ("tnx", "nxdi")
+        for backend in reversed([*NEURON_BACKENDS])
         if marker.to
     )
 

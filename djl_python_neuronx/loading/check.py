@@ -36,8 +36,8 @@ from djl_python_neuronx.loading.compiled import foresee
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
 from djl_python_neuronx.planning.cores import place
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.plan import examine
 from djl_python_neuronx.types import Tokenizer

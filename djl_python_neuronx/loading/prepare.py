@@ -56,6 +56,7 @@ from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.cores import Need
 from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (
@@ -344,12 +345,12 @@ class Preparation:
         self.problems.include(own.problems, DRAFT_PREFIX, (_DRAFT,))
         machine = self._choose_machine(settings, backend)
         draft_facts = None if draft is None else draft.facts
-        found = backend == "nxdi" and bool(model.artifact.neuron_config)
+        found = model.artifact.backend == backend and bool(model.artifact.neuron_config)
         case = Case(
             settings.options,
             model.facts,
             machine,
-            backend,
+            NEURON_BACKENDS.get(backend),
             draft_facts,
             foreign_graphs=found,
             among_others=self.among_others,
@@ -657,7 +658,8 @@ class Preparation:
         with self.problems.catch():
             settings = fill_recorded(settings, draft.artifact, backend)
         settings = replace(settings, options=as_draft_model(settings.options))
-        case = Case(settings.options, draft.facts, prepared.machine, backend, is_draft=True)
+        neuron = prepared.case.neuron
+        case = Case(settings.options, draft.facts, prepared.machine, neuron, is_draft=True)
         other = self._plan(settings, draft, case)
         if self.problems.errors:
             return prepared

@@ -206,7 +206,7 @@ def _plan_lines(prepared: Prepared, *, ascii_only: bool) -> Iterator[str]:
     if plan.memory is None:
         yield "memory    unknown: config.json does not give the model's size"
     else:
-        whose = "of this machine" if plan.backend == "cpu" else "per core"
+        whose = "of this machine" if prepared.case.on_cpu else "per core"
         if degrees := _two_degrees(prepared):
             few = min(degrees)
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"

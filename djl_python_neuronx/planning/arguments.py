@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel
 
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.values import make_buckets
 
 _KEYWORD = re.compile(r"[a-z]\w*")
 
@@ -94,3 +95,14 @@ def plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return value.model_dump()
     return [plain(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def draft_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the prompt lengths and the token lengths of the draft model's graphs; n_positions is set."""
+    limit = options.max_model_len or 0
+    return options.context_length_estimate or (limit,), options.token_buckets or make_buckets(limit)
+
+
+def blocks_of(max_model_len: int, num_slots: int, block_size: int) -> int:
+    """Return the number of KV-cache blocks that all slots need at their full length, with the one for padding."""
+    return num_slots * -(-max_model_len // block_size) + 1

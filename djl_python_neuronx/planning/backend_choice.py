@@ -12,7 +12,7 @@ from typing import Final, Literal
 from djl_python_neuronx.config.findings import is_set
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import BackendUnavailableError
-from djl_python_neuronx.planning.case import NEURON_BACKENDS, capability_of
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS, capability_of
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model_rules import unsupported_options
 from djl_python_neuronx.planning.rules import OPEN, library_conflicts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.fields import Field
@@ -13,6 +13,22 @@ from djl_python_neuronx.planning.model import ModelFacts
 _NOTHING: Final[Mapping[str, str]] = {}
 _NO_FIELDS: Final[Mapping[str, Field]] = {}
 _LOADER = ("model_loader",)
+
+
+class Heads(NamedTuple):
+    """Numbers of attention heads, summed over all cores."""
+
+    query: int
+    kv: int
+
+
+def round_up(value: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not below `value`."""
+    return -(-value // step) * step
+
+
+def _uneven(number: int, degree: int) -> bool:
+    return number % degree != 0 and degree % number != 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,8 @@ class Capability:
     """The constructor takes the rows of a prefill apart from those of a decode."""
     speculation: bool = True
     """The model can verify the tokens that a draft model proposes."""
+    even_kv_heads: bool = False
+    """A core gets whole KV heads, or a group of cores shares one: the numbers must divide."""
     degree_divides: tuple[str, ...] = ()
     """Sizes, as fields of `ModelFacts`, that the tensor parallel degree must divide."""
     whole_experts: bool = False
@@ -68,6 +86,27 @@ class Capability:
     def supports(self, name: str) -> bool:
         """Return whether an option of the library takes effect."""
         return name not in self.ignored_options and name not in self.unsupported_options
+
+    def indivisible(self, model: ModelFacts, degree: int) -> str | None:
+        """Name the condition that a degree breaks, such as ``a divisor of the 32 heads``; None if it breaks none.
+
+        Source: transformers-neuronx 0.13, mixtral/model.py; neuronx-distributed-inference 0.9, models/*/modeling_*.py.
+        """
+        heads, kv_heads = model.num_heads or degree, model.num_kv_heads or degree
+        if not self.pads_heads and heads % degree:
+            return f"a divisor of the {heads} heads"
+        if self.even_kv_heads and heads != kv_heads and _uneven(kv_heads, degree):
+            return f"a divisor or a multiple of the {kv_heads} KV heads"
+        for name in self.degree_divides:
+            size = getattr(model, name)
+            if size and size % degree:
+                return f"a divisor of the {name.replace('_', ' ')} of {size}"
+        experts, width = model.num_experts, model.intermediate_size or 0
+        if self.whole_experts and _uneven(experts, degree):
+            return f"a divisor or a multiple of the {experts} experts"
+        if self.whole_experts and width % -(-degree // experts):
+            return f"a divisor of the width of all {experts} experts, {experts} x {width}"
+        return None
 
 
 def sequences_beyond_window(options: ServingOptions, model: ModelFacts) -> bool:

@@ -2,68 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import TypeAlias
 
-from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.planning.capabilities import Capability, sequences_beyond_window
+from djl_python_neuronx.config.findings import Finding, Rule
+from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
+from djl_python_neuronx.planning.capabilities import Capability, Heads, sequences_beyond_window
 from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI
-from djl_python_neuronx.planning.tnx.capabilities import TNX
+
+Filled: TypeAlias = dict[str, tuple[object, str]]
+"""Option name to its value and the reason for it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NeuronBackend:
-    """Facts of a backend that drives a Neuron library."""
+    """A backend that drives a Neuron library: facts of the library, and what planning leaves to it.
 
+    Cases that the functions get have options that are filled in, unless they say otherwise.
+    """
+
+    name: str
+    """As in option.model_loader."""
     library: str
     """Name of the library, for messages."""
     package: str
     """Package that must be installed."""
     architectures: Mapping[str, Capability]
     """`model_type` to what the library supports of it."""
+    rules: tuple[Rule, ...]
+    """Combinations of options that the library refuses, gets wrong or ignores."""
+    padded_heads: Callable[[ModelFacts, int, str | None, int], Heads]
+    """Return the heads that the library allocates for a model on as many cores, with a `group_query_attention`, for as
+    many slots."""
+    findings: Callable[[Case], Iterable[Finding]]
+    """Return what the library refuses or gives up because of the model, the machine or lengths."""
+    write_arguments: Callable[[Case], LibraryArguments]
+    """Return all arguments of the library, without options that it cannot use for the architecture."""
+    graphs: Callable[[Case], Iterable[Graph]]
+    """Return the graphs that a load compiles, a draft model's included; n_positions is set."""
+    fill: Callable[[Case, int, int], Filled] = lambda _case, _positions, _slots: {}
+    """Return values for options of this library that are not set, for tokens per slot and slots."""
+    stored_findings: Callable[[Case], Iterable[Finding]] = lambda _case: ()
+    """Return what follows from what exists already: `Case.presharded`, `Case.foreign_graphs`."""
     traced_with: tuple[str, ...] = ()
     """Further packages whose versions change the graphs."""
+    not_served: Mapping[str, str] = field(default_factory=dict)
+    """Architectures of the library that are not served, and what their class does."""
+    later: tuple[str, ...] = ()
+    """Options that other libraries serve, and a later version with this one; `rules` refuse them."""
+    host_samples: tuple[str, ...] = ()
+    """Parameters that only the host samples right, in words, beside those that no device knows."""
+    embeds_on_host: bool = False
+    """The embedding stays in the host's memory unless `on_device_embedding` is set."""
+    loads_by_layer: bool = False
+    """The host cuts weights layer after layer. False: the whole checkpoint at once."""
 
+    @cached_property
+    def missing(self) -> Mapping[str, object]:
+        """Options without an equivalent in the library, to their defaults."""
+        fields = ServingOptions.model_fields
+        lacks = (name for name in fields if (to := option(name).to) and self.name not in to)
+        return {name: fields[name].default for name in lacks}
 
-NEURON_BACKENDS: Final[Mapping[str, NeuronBackend]] = {
-    "nxdi": NeuronBackend(
-        "NxD Inference",
-        "neuronx-distributed-inference",
-        NXDI,
-        # Source: neuronx-distributed-inference 0.9: torch traces modules of neuronx-distributed through torch-neuronx.
-        ("neuronx-distributed", "torch", "torch-neuronx", "transformers"),
-    ),
-    # Source: transformers-neuronx 0.13, compiler.py: torch-neuronx writes the graphs. transformers reads and changes
-    # config.json; torch computes nothing of them.
-    "tnx": NeuronBackend(
-        "transformers-neuronx", "transformers-neuronx", TNX, ("torch-neuronx", "transformers")
-    ),
-}
-"""Backends that drive a Neuron library, the preferred one first. The cpu backend serves what transformers does."""
-
-
-def capability_of(backend: str, model_type: str | None) -> Capability | None:
-    """Return what the library of a backend supports of an architecture; None if unknown, and for the cpu backend."""
-    facts = NEURON_BACKENDS.get(backend)
-    return None if facts is None else facts.architectures.get(model_type or "")
-
-
-def usable_options(options: ServingOptions, capability: Capability | None) -> ServingOptions:
-    """Return the options without those that the code of an architecture cannot use."""
-    if capability is None:
-        return options
-    fields = ServingOptions.model_fields
-    without = (*capability.ignored_options, *capability.unsupported_options)
-    changes: dict[str, object] = {name: fields[name].default for name in without}
-    if not capability.context_buckets:
-        changes["context_length_estimate"] = None
-    if not capability.token_buckets:
-        changes["n_positions"] = options.max_model_len
-    return options.model_copy(update=changes)
+    def capability(self, model_type: str | None) -> Capability | None:
+        """Return what the library supports of an architecture; None if that is unknown."""
+        return self.architectures.get(model_type or "")
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,8 @@ class Case:
     options: ServingOptions
     model: ModelFacts
     machine: DeviceInfo
-    backend: str
-    """``cpu``, ``tnx`` or ``nxdi``."""
+    neuron: NeuronBackend | None
+    """The backend; None: ``cpu``, which has no library, no graphs and no NeuronCores."""
     draft: ModelFacts | None = None
     """The draft model; None: there is none, or its configuration is not known."""
     is_draft: bool = False
@@ -96,29 +103,46 @@ class Case:
         """Return the same case with other values of options, which are not validated."""
         return replace(self, options=self.options.model_copy(update=values))
 
-    @cached_property
+    @property
     def on_cpu(self) -> bool:
-        """True for the cpu backend, which has no library, no graphs and no NeuronCores."""
-        return self.backend not in NEURON_BACKENDS
+        """True for the cpu backend."""
+        return self.neuron is None
 
-    @cached_property
+    @property
+    def backend(self) -> str:
+        """Name of the backend: ``cpu``, ``tnx`` or ``nxdi``."""
+        return "cpu" if self.neuron is None else self.neuron.name
+
+    @property
     def library(self) -> str:
         """Name of the backend's library, for messages; of the cpu backend its own name."""
-        return self.backend if self.on_cpu else NEURON_BACKENDS[self.backend].library
+        return self.backend if self.neuron is None else self.neuron.library
 
     @cached_property
     def capability(self) -> Capability | None:
         """The library's support of the model's architecture; None: unknown architecture, or the cpu backend."""
-        return capability_of(self.backend, self.model.model_type)
+        return None if self.neuron is None else self.neuron.capability(self.model.model_type)
 
     @cached_property
     def effective(self) -> ServingOptions:
-        """The options as the library gets them: without those that it cannot use for this architecture.
+        """The options as the library gets them: without those that it lacks, or cannot use for this architecture.
 
         A library that gets one nevertheless fails while it builds its graphs, hours later, or computes nonsense.
         """
-        usable = usable_options(self.options, self.capability)
-        return usable.model_copy(update={"async_execution": None}) if self.rolling_cache else usable
+        if self.neuron is None:
+            return self.options
+        changes = dict(self.neuron.missing)
+        if (capability := self.capability) is not None:
+            fields = ServingOptions.model_fields
+            without = (*capability.ignored_options, *capability.unsupported_options)
+            changes.update({name: fields[name].default for name in without})
+            if not capability.context_buckets:
+                changes["context_length_estimate"] = None
+            if not capability.token_buckets:
+                changes["n_positions"] = self.options.max_model_len
+        if self.rolling_cache:
+            changes["async_execution"] = None
+        return self.options.model_copy(update=changes)
 
     @cached_property
     def device(self) -> DeviceInfo:
@@ -167,3 +191,10 @@ class Case:
         """True if a sequence joins a running batch without a second prefill of the others."""
         possible = self.capability is None or self.capability.continuous_batching
         return possible and self.options.continuous_batching
+
+    @property
+    def collected(self) -> bool:
+        """True if DJL Serving collects `batch_size` requests for each call."""
+        options = self.options
+        by_calls = options.rolling_batch == "disable" and not options.async_mode
+        return by_calls and options.batch_size > 1

@@ -11,9 +11,10 @@ from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
 from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import memory
-from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.arguments import draft_lengths
+from djl_python_neuronx.planning.case import Case, Filled
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import legal_degrees
-from djl_python_neuronx.planning.model import ModelFacts
 
 MAX_ROLLING_BATCH_SIZE = 32
 """DJL Serving sends at most this many rows by default, so fewer slots would leave rows waiting."""
@@ -21,14 +22,8 @@ _MOST_SLOTS = 128
 """Most slots that are tried one by one."""
 MAX_POSITIONS = 4096
 MAX_POSITIONS_CPU = 2048
-MOST_BLOCKS = 256
-"""transformers-neuronx unrolls a loop over all blocks: 48 instructions for each, where a layer has 154 (seen, tp 1).
-Large blocks cost little, for none is shared: the last of a sequence lies half empty, and is read all the same."""
 DRAFT_ORIGIN = "as the model that it drafts for"
 """Origin of a draft model's options."""
-
-Filled = dict[str, tuple[object, str]]
-"""Option name to its value and the reason for it."""
 
 
 def fill(case: Case) -> Filled:
@@ -65,8 +60,7 @@ def fill(case: Case) -> Filled:
         filled["max_rolling_batch_size"] = slots, why
     if options.context_length_estimate is None and (buckets := _buckets(case, positions, slots)):
         filled["context_length_estimate"] = buckets
-    filled.update(_blocks(case, positions, slots))
-    filled.update(_strategy(case))
+    filled.update(_of_library(case, positions, slots))
     if generation := _generation(case):
         filled["on_device_generation"] = generation
     return filled
@@ -130,21 +124,16 @@ def _dtype(case: Case) -> tuple[str, str]:
         return "float32", "in which the cpu backend computes float16"
     if asked != "auto":
         return asked, ""
-    dtype = dtype_of(case.model, case.backend)
+    # No float16 on a CPU, no float32 on a Neuron device.
+    slow, instead = ("float16", "float32") if case.on_cpu else ("float32", "bfloat16")
+    dtype = stored or "float32"
+    dtype = instead if dtype == slow else dtype
     if dtype == stored:
         return dtype, "the checkpoint's"
     reason = f"the checkpoint's is {stored}" if stored else "the checkpoint does not say"
     if not case.on_cpu:
         return dtype, f"{reason}; float32 would take twice the memory"
     return dtype, f"{reason}; CPUs are slow at float16" if stored else reason
-
-
-def dtype_of(model: ModelFacts, backend: str) -> str:
-    """Return the dtype of `auto`: the checkpoint's, but no float16 on a CPU, no float32 on a Neuron device."""
-    dtype = model.dtype or "float32"
-    if backend == "cpu":
-        return "float32" if dtype == "float16" else dtype
-    return "bfloat16" if dtype == "float32" else dtype
 
 
 def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
@@ -220,23 +209,9 @@ def _positions(room: _Room, degree: int, wanted: int, why: str) -> tuple[int, st
     return positions, why
 
 
-def _comes_in_batches(options: ServingOptions) -> bool:
-    """Return whether DJL Serving collects `batch_size` requests for each call."""
-    return options.rolling_batch == "disable" and not options.async_mode and options.batch_size > 1
-
-
-def _strategy(case: Case) -> Filled:
-    """Return static batches for NxD Inference where requests come in batches: one call prefills all their prompts."""
-    unset = case.options.rolling_batch_strategy is None
-    if case.backend != "nxdi" or not unset or not _comes_in_batches(case.options):
-        return {}
-    why = "one call prefills the batch that DJL Serving collects"
-    return {"rolling_batch_strategy": ("naive_rolling_batch", why)}
-
-
 def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
     options = room.case.options
-    if _comes_in_batches(options):
+    if room.case.collected:
         return options.batch_size, "batch_size, which DJL Serving collects without a rolling batch"
     slots = MAX_ROLLING_BATCH_SIZE
     while slots > 1 and not room.fits(degree, positions, slots):
@@ -250,33 +225,21 @@ def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
     return slots, "the most that DJL Serving sends"
 
 
+def _of_library(case: Case, positions: int, slots: int) -> Filled:
+    return {} if case.neuron is None else case.neuron.fill(case, positions, slots)
+
+
 def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], str] | None:
     if case.capability is not None and not case.capability.context_buckets:
         return None
     if case.options.enable_chunked_prefill:
         why = "tokens of a step: one for each slot, and with chunks of prompts beside them"
         return make_steps(slots, positions), why
-    if case.backend == "tnx" and case.options.cache_layout == "BSH":
+    if not case.on_cpu and case.effective.cache_layout == "BSH":
         return (positions,), "cache_layout=BSH takes a single length"
     least = case.with_options(n_positions=positions).shortest_prompt_graph
     why = f"powers of two{' from the sliding window' * (least > 1)} up to n_positions"
     return tuple(length for length in make_buckets(positions) if length >= least), why
-
-
-def _blocks(case: Case, positions: int, slots: int) -> Filled:
-    """Return what a KV cache in blocks needs, for prompts in chunks: its layout and the size of a block."""
-    filled: Filled = {}
-    if case.backend != "tnx" or not case.effective.enable_chunked_prefill:
-        return filled
-    if case.options.cache_layout is None:
-        filled["cache_layout"] = "BSH", "the layout of a KV cache in blocks"
-    if case.options.pa_block_size is None:
-        size, below = SMALLEST_BUCKET, 1 << (max(positions - 1, 1).bit_length() - 1)
-        while size * MOST_BLOCKS < positions * slots:
-            size *= 2
-        why = f"a power of two below n_positions, from {SMALLEST_BUCKET} on, for at most {MOST_BLOCKS} blocks"
-        filled["pa_block_size"] = min(size, below), why
-    return filled
 
 
 def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
@@ -354,16 +317,10 @@ def draft_settings(options: ServingOptions, backend: str, model: str) -> dict[st
         or options.place("compiled_graph_path"),
         # Even with a single slot it is driven as the large model is, whose slots have their own positions.
         "rolling_batch_strategy": (
-            "continuous_batching" if backend != "cpu" and slots == 1 else None
+            "continuous_batching" if backend in NEURON_BACKENDS and slots == 1 else None
         ),
     }
     return {name: str(value) for name, value in wanted.items() if value is not None}
-
-
-def draft_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the prompt lengths and the token lengths of the draft model's graphs; n_positions is set."""
-    limit = options.max_model_len or 0
-    return options.context_length_estimate or (limit,), options.token_buckets or make_buckets(limit)
 
 
 def as_draft_model(options: ServingOptions) -> ServingOptions:

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from djl_python_neuronx.planning.case import Case, capability_of
+from djl_python_neuronx.planning.arguments import blocks_of
+from djl_python_neuronx.planning.capabilities import round_up
+from djl_python_neuronx.planning.case import Case, NeuronBackend
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS, capability_of
 from djl_python_neuronx.planning.machines import GIB, INSTANCES, DeviceInfo, legal_degrees, named
 from djl_python_neuronx.planning.model import ModelFacts
 
@@ -85,7 +88,7 @@ class Load:
     kv_dtype: str | None = None
     """int8 or fp8: of the KV cache; None: `dtype`."""
     on_device_embedding: bool = False
-    """False: transformers-neuronx keeps the embedding in the host's memory. NxD Inference never does."""
+    """False: a library with `embeds_on_host` keeps the embedding in the host's memory."""
     group_query_attention: str | None = None
     shard_over_sequence: bool = False
     stages: int = 1
@@ -95,9 +98,9 @@ class Load:
     attention_groups: int = 1
     """Groups of cores, each with its own sequences in a decode step."""
     in_blocks: bool = False
-    """The KV cache is kept in blocks, with one block for padding."""
+    """The KV cache is kept in blocks."""
     num_blocks: int | None = None
-    """None: as many as all slots need at their full length."""
+    """With the one for padding; None: as many as all slots need at their full length."""
     block_size: int | None = None
     """Tokens; None: `max_model_len`."""
     draft: ModelFacts | None = None
@@ -130,12 +133,12 @@ class Load:
             on_device_embedding=bool(options.on_device_embedding),
             group_query_attention=options.group_query_attention,
             shard_over_sequence=bool(options.shard_over_sequence),
-            stages=options.pipeline_parallel_degree or 1,
-            expert_groups=options.ep_degree or 1,
+            # As `placement` counts the cores, of a library that refuses these too.
+            stages=case.options.pipeline_parallel_degree,
+            expert_groups=case.options.ep_degree,
             attention_groups=options.attention_dp_degree or 1,
             in_blocks=options.in_blocks,
-            # transformers-neuronx counts the block for padding among them.
-            num_blocks=options.pa_num_blocks and options.pa_num_blocks - (case.backend == "tnx"),
+            num_blocks=options.pa_num_blocks,
             block_size=options.pa_block_size,
             draft=case.draft,
             draft_degree=options.draft_model_tp_size if case.effective.drafting else None,
@@ -217,14 +220,14 @@ def host_bytes(case: Case, kind: str | None, stored: str | None) -> int | None:
         return None
     load = Load.of(case)
     weights = weight_bytes(case.model, load)
-    if case.on_cpu:
+    if case.neuron is None:
         return _PROCESS_BYTES + weights + cache_bytes(case.model, load)
     whole = replace(load, weight_dtype=None, dtype=stored if stored in _WIDTHS else load.dtype)
     files = weight_bytes(case.model, whole)
     small = replace(load, max_model_len=1, num_slots=1)  # the cache is the device's
     *_, padding = _parts(case.model, small, case.degree, case.backend)
     cut = weights + padding * case.degree
-    if case.backend == "nxdi":
+    if not case.neuron.loads_by_layer:
         return _PROCESS_BYTES + cut + (0 if kind == "ranks" else files)
     if kind == "pickle":
         return _PROCESS_BYTES + files + cut
@@ -240,13 +243,8 @@ def cache_bytes(model: ModelFacts, load: Load) -> int:
     if load.in_blocks:
         size = load.block_size or load.max_model_len
         blocks = load.num_blocks or blocks_of(load.max_model_len, load.num_slots, size)
-        tokens = (blocks + 1) * size
+        tokens = blocks * size
     return (model.cache_values_per_token or 0) * tokens * _WIDTHS[load.kv_dtype or load.dtype]
-
-
-def blocks_of(max_model_len: int, num_slots: int, block_size: int) -> int:
-    """Return the number of KV-cache blocks that all slots need at their full length."""
-    return num_slots * -(-max_model_len // block_size)
 
 
 def _tensors(model: ModelFacts) -> tuple[int, int, int]:
@@ -258,11 +256,11 @@ def _tensors(model: ModelFacts) -> tuple[int, int, int]:
 
 def _parts(model: ModelFacts, load: Load, degree: int, backend: str) -> tuple[int, int, int]:
     """Return the bytes of weights, cache and padding on each core."""
-    if backend == "cpu":
+    if (neuron := NEURON_BACKENDS.get(backend)) is None:
         return weight_bytes(model, load), cache_bytes(model, load), 0
     cache = cache_bytes(model, _windowed(model, load, backend))
     layers, head, embedding = _tensors(model)
-    if backend == "tnx" and not load.on_device_embedding:
+    if neuron.embeds_on_host and not load.on_device_embedding:
         embedding = 0
     width = _WIDTHS[load.dtype]
     weight_width = _WIDTHS[load.weight_dtype or load.dtype]
@@ -270,7 +268,7 @@ def _parts(model: ModelFacts, load: Load, degree: int, backend: str) -> tuple[in
     apart = min(_expert_weights(model), layers) if load.expert_groups > 1 else 0
     layers = layers - apart + _share(apart, load.expert_groups)
     weights = _share(layers * weight_width, load.stages) + (head + embedding) * width
-    added, cached_heads = _laid_out(model, load, degree, backend)
+    added, cached_heads = _laid_out(model, load, degree, neuron)
     kv_heads = model.num_kv_heads or 1
     added_cache = cache * (cached_heads - kv_heads) // kv_heads
     vocab = model.vocab_size or 0
@@ -280,28 +278,23 @@ def _parts(model: ModelFacts, load: Load, degree: int, backend: str) -> tuple[in
     return _share(weights, degree), _share(cache, cores), _share(padding, degree)
 
 
-def _laid_out(model: ModelFacts, load: Load, degree: int, backend: str) -> tuple[int, int]:
+def _laid_out(model: ModelFacts, load: Load, degree: int, neuron: NeuronBackend) -> tuple[int, int]:
     """Return the parameters that padded and copied heads add, and the KV heads of the cache."""
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
     if not heads or not kv_heads or not size or kv_heads > heads:
         return 0, kv_heads or 1
-    if not can_split(model, degree, backend):
-        return 0, kv_heads or 1
+    if not can_split(model, degree, neuron.name):
+        return 0, kv_heads
     strategy = load.group_query_attention
-    if (
-        strategy
-        and backend == "tnx"
-        and not keeps_strategy(strategy, model, load.num_slots, degree)
-    ):
-        strategy = None
-    padded = padded_heads(heads, kv_heads, degree, backend, strategy)
+    padded = neuron.padded_heads(model, degree, strategy, load.num_slots)
     per_layer = 2 * (model.hidden_size or 0) * size
     weights = (model.num_layers or 0) * per_layer * (padded.query - heads + padded.kv - kv_heads)
-    if load.shard_over_sequence or strategy == "shard-over-batch":
+    by_slots = strategy == "shard-over-batch" and load.num_slots % degree == 0
+    if load.shard_over_sequence or by_slots:
         return weights, kv_heads
-    if backend == "nxdi" and load.attention_groups > 1:
-        group = max(degree // load.attention_groups, 1)
-        return weights, round_up(padded_heads(heads, kv_heads, group, backend).kv, group)
+    if load.attention_groups > 1:
+        degree = max(degree // load.attention_groups, 1)
+        padded = neuron.padded_heads(model, degree, strategy, load.num_slots)
     return weights, round_up(padded.kv, degree)
 
 
@@ -329,104 +322,15 @@ def _share(value: int, degree: int) -> int:
     return -(-value // degree)
 
 
-class Heads(NamedTuple):
-    """Numbers of attention heads, summed over all cores."""
-
-    query: int
-    kv: int
-
-
 def can_split(model: ModelFacts, degree: int, backend: str) -> bool:
     """Return whether the library can split the model over `degree` cores, with padding if it pads."""
     return indivisible(model, degree, backend) is None
 
 
 def indivisible(model: ModelFacts, degree: int, backend: str) -> str | None:
-    """Name the condition on the degree that it breaks, such as ``a divisor of the 32 heads``; None if it breaks none.
-
-    Source: transformers-neuronx 0.13, mixtral/model.py; neuronx-distributed-inference 0.9, models/*/modeling_*.py.
-    """
+    """Name the condition on the degree that it breaks, see `Capability.indivisible`; None if it breaks none."""
     capability = capability_of(backend, model.model_type)
-    if capability is None:
-        return None
-    heads, kv_heads = model.num_heads or degree, model.num_kv_heads or degree
-    if not capability.pads_heads and heads % degree:
-        return f"a divisor of the {heads} heads"
-    if backend == "nxdi" and heads != kv_heads and _uneven(kv_heads, degree):
-        # modules/attention/gqa.py makes copies for all heads then, and pads them with the number that there was before.
-        return f"a divisor or a multiple of the {kv_heads} KV heads"
-    for name in capability.degree_divides:
-        size = getattr(model, name)
-        if size and size % degree:
-            return f"a divisor of the {name.replace('_', ' ')} of {size}"
-    experts, width = model.num_experts, model.intermediate_size or 0
-    if capability.whole_experts and _uneven(experts, degree):
-        return f"a divisor or a multiple of the {experts} experts"
-    if capability.whole_experts and width % -(-degree // experts):
-        return f"a divisor of the width of all {experts} experts, {experts} x {width}"
-    return None
-
-
-def _uneven(number: int, degree: int) -> bool:
-    return number % degree != 0 and degree % number != 0
-
-
-def padded_heads(
-    heads: int, kv_heads: int, degree: int, backend: str, group_query_attention: str | None = None
-) -> Heads:
-    """Return the heads that the library allocates on `degree` cores: rounded up to it, few KV heads copied.
-
-    Source: transformers-neuronx 0.13, utils.py get_qkv_padding and decoder.py check_gqa_fallback;
-    neuronx-distributed-inference 0.9, modules/attention/gqa.py.
-    """
-    query = round_up(heads, degree)
-    if heads == kv_heads:
-        return Heads(query, query)
-    if backend == "nxdi":
-        if kv_heads % degree == 0:
-            return Heads(query, kv_heads)
-        return Heads(query, degree if degree % kv_heads == 0 else query)
-    if group_query_attention in {"shard-over-batch", "all-gather-heads"}:
-        return Heads(query, kv_heads)
-    if group_query_attention != "replicated-heads" and kv_heads % degree == 0:
-        return Heads(query, kv_heads)
-    return Heads(query, _replicated(heads, kv_heads, query, degree))
-
-
-def _replicated(heads: int, kv_heads: int, query: int, degree: int) -> int:
-    """Return the KV heads of transformers-neuronx' replicated-heads: one per core, or one per query head."""
-    added = query - heads
-    copies = heads // kv_heads
-    if (
-        kv_heads < degree
-        and degree % kv_heads == 0
-        and (added == 0 or (added > 0 and added % kv_heads == 0))
-    ):
-        copies = degree // kv_heads
-    elif query * kv_heads == heads * degree:
-        copies = 1
-    copied = max(kv_heads * copies, degree)
-    return query if copied == heads else copied
-
-
-def keeps_strategy(strategy: str, model: ModelFacts, num_slots: int, degree: int) -> bool:
-    """Return whether transformers-neuronx keeps a `group_query_attention` strategy or falls back to its default.
-
-    Source: transformers-neuronx 0.13, decoder.py check_gqa_fallback.
-    """
-    heads, kv_heads, size = model.num_heads or 1, model.num_kv_heads or 1, model.head_dim or 1
-    if strategy == "shard-over-heads":
-        return kv_heads % degree == 0
-    if strategy == "shard-over-batch":
-        return num_slots % degree == 0
-    if strategy == "all-gather-heads":
-        return (kv_heads * size) % degree == 0 and -heads % degree % kv_heads == 0
-    return True
-
-
-def round_up(value: int, step: int) -> int:
-    """Return the smallest multiple of `step` that is not below `value`."""
-    return -(-value // step) * step
+    return None if capability is None else capability.indivisible(model, degree)
 
 
 class Fit(NamedTuple):
@@ -453,7 +357,7 @@ def smallest_fit(
     Types of the same family come first. `below`: degrees up to this do not fit here. A draft model with fewer cores
     than the model may get as many as the model. None if nothing holds it.
     """
-    if model.num_parameters is None or backend == "cpu":
+    if model.num_parameters is None or backend not in NEURON_BACKENDS:
         return None
     machines = [named(name) for name in INSTANCES]
     machines.sort(key=lambda machine: (machine.family != device.family, machine.memory_bytes))

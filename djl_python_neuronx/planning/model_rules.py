@@ -10,14 +10,12 @@ from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
 from djl_python_neuronx.planning.capabilities import Capability, Defect
-from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of
+from djl_python_neuronx.planning.case import Case, NeuronBackend
 from djl_python_neuronx.planning.fields import unusual_fields
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS, capability_of
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import core_memory
-from djl_python_neuronx.planning.nxdi import rules as nxdi
-from djl_python_neuronx.planning.nxdi.capabilities import REFUSED
-from djl_python_neuronx.planning.rules import BACKEND_RULES, OPEN, broken_rules
-from djl_python_neuronx.planning.tnx import rules as tnx
+from djl_python_neuronx.planning.rules import OPEN, broken_rules
 from djl_python_neuronx.sampling import SamplingParams
 
 DJL_ROWS = 32
@@ -25,7 +23,6 @@ DJL_ROWS = 32
 
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
-_STRATEGY = "rolling_batch_strategy"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _ROUNDING = ("bf16_rms_norm", "enable_mixed_precision_accumulation", "enable_saturate_infinity")
 _KEYWORDS = sorted({keyword.partition(".")[0] for keyword in OPTIONS})
@@ -38,7 +35,8 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
     yield from _lengths(case)
     yield from _no_effect(case)
     yield from _steps(case)
-    if case.on_cpu:
+    neuron = case.neuron
+    if neuron is None:
         yield from _djl(case)
         yield from _speculation(case)
         yield from _cpu(case)
@@ -50,23 +48,21 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
     yield from _compilers(case)
     # The layout that enable_chunked_prefill implies: that option's own rules give the reason.
     implied = {"cache_layout"}.intersection(case.filled)
-    rules = (rule for rule in BACKEND_RULES[case.backend] if implied.isdisjoint(rule.names))
+    rules = (rule for rule in neuron.rules if implied.isdisjoint(rule.names))
     yield from broken_rules(rules, case.effective)
     yield from overrides(case.options)
-    yield from _foreign_graphs(case)
+    yield from _foreign_graphs(case, neuron)
     yield from _no_equivalent(case)
-    yield from _no_kernels(case)
     if case.capability is None:
-        yield _unknown_architecture(case)
+        yield _unknown_architecture(case, neuron)
         return
     yield from _architecture(case, case.capability)
     yield from _batching(case, case.capability)
     yield from _buckets(case, case.capability)
-    yield from _window(case)
     yield from _speculation(case)
     yield from _defects(case, case.capability)
-    yield from _device_sampling(case)
-    yield from (tnx if case.backend == "tnx" else nxdi).shape_findings(case)
+    yield from neuron.findings(case)
+    yield from _device_sampling(case, neuron)
     yield from placement.findings(case)
 
 
@@ -80,12 +76,11 @@ def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
     """Advise to remove an option that the backend does not support, or to use one that supports it for the model."""
     able = [
         other
-        for other in NEURON_BACKENDS
+        for other, neuron in NEURON_BACKENDS.items()
         if other != backend
-        and other in option(name).to
-        and (capability := capability_of(other, model_type)) is not None
+        and name not in (*neuron.missing, *neuron.later)
+        and (capability := neuron.capability(model_type)) is not None
         and capability.supports(name)
-        and not (other == "nxdi" and name in nxdi.LATER)
     ]
     more = ", and use more cores if the model then does not fit" if name == "quantize" else ""
     return use_backend(*able, other=f"remove it{more}")
@@ -141,7 +136,7 @@ def _no_effect(case: Case) -> Iterator[Finding]:
 
 def _steps(case: Case) -> Iterator[Finding]:
     """Source: transformers-neuronx 0.13, decoder.py: a graph has at least as many tokens as rows."""
-    options, slots = case.options, case.slots
+    options, slots = case.effective, case.slots
     steps, limit = options.context_length_estimate, options.max_model_len
     if not options.enable_chunked_prefill or not steps:
         return
@@ -155,7 +150,7 @@ def _steps(case: Case) -> Iterator[Finding]:
         yield Finding((*names, "n_positions"), problem)
     elif steps[-1] <= slots:
         yield Finding(names, f"{what}; the last must be above {slots} to leave room for chunks")
-    elif case.backend == "tnx" and steps[0] < max(slots, 2):
+    elif not case.on_cpu and steps[0] < max(slots, 2):
         yield Finding(names, f"{what}; each must be at least {max(slots, 2)}")
 
 
@@ -190,51 +185,26 @@ def _compilers(case: Case) -> Iterator[Finding]:
         yield Finding(("compilation_worker_count",), problem, "warning")
 
 
-def _foreign_graphs(case: Case) -> Iterator[Finding]:
-    if case.backend != "nxdi" or capability_of("tnx", case.model.model_type) is None:
-        return
+def _foreign_graphs(case: Case, neuron: NeuronBackend) -> Iterator[Finding]:
+    """Warn of a folder whose graphs another library may have compiled, which `auto` prefers less."""
+    order = list(NEURON_BACKENDS.values())
+    others = order[order.index(neuron) + 1 :]
     named = case.options.compiled_graph_path and not case.foreign_graphs
-    if named and case.options.model_loader in OPEN:
-        other = NEURON_BACKENDS["tnx"].library
-        problem = (
-            f"this model is loaded by {case.library}, which cannot use graphs that {other} compiled: all would be "
-            f"compiled again. If they are graphs of {other}, {use_backend('tnx')}; else "
-            f"{use_backend('nxdi', other='leave it out')}"
-        )
-        yield Finding(("compiled_graph_path", "model_loader"), problem, "warning")
+    for other in others if named and case.options.model_loader in OPEN else ():
+        if case.model.model_type in other.architectures:
+            problem = (
+                f"this model is loaded by {neuron.library}, which cannot use graphs that {other.library} compiled: all "
+                f"would be compiled again. If they are graphs of {other.library}, {use_backend(other.name)}; else "
+                f"{use_backend(neuron.name, other='leave it out')}"
+            )
+            yield Finding(("compiled_graph_path", "model_loader"), problem, "warning")
 
 
-def _no_kernels(case: Case) -> Iterator[Finding]:
-    """Warn of kernels that recent versions lack. Source: release notes of NxD Inference, Neuron SDK 2.29."""
-    family = case.device.family
-    if case.backend != "nxdi" or family not in {"inf2", "trn1"}:
-        return
-    names = tuple(
-        name
-        for name in ServingOptions.model_fields
-        if name.endswith("_kernel_enabled") or name in {"fused_rmsnorm_qkv", "fused_rmsnorm_mlp"}
-        if getattr(case.options, name)
-    )
-    if names:
-        problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28"
-        yield Finding(names, problem, "warning")
-
-
-def _device_sampling(case: Case) -> Iterator[Finding]:
+def _device_sampling(case: Case, neuron: NeuronBackend) -> Iterator[Finding]:
     sampled = case.options.on_device_generation
     if sampled is None:
         return
-    draws = sampled.do_sample or sampled.dynamic
-    if case.backend == "tnx" and draws and case.options.dtype != "float32":
-        # Source: layers/generation.py. The shares: half the summed differences, of normal logits in bfloat16.
-        problem = (
-            "probabilities are added up in the 16 bits of the dtype: with bfloat16 3 % of the draws among 50 tokens "
-            "are wrong, and 19 % among 256; send a small top_k, or sample on the host"
-        )
-        yield Finding(("on_device_generation",), problem, "warning")
-    # NxD Inference leaves out the token with which the sum of probabilities reaches top_p.
-    top_p = ["top_p below 1"] * (case.backend == "nxdi")
-    hosts = ", ".join((*SamplingParams.HOST_NAMES, *top_p, "details"))
+    hosts = ", ".join((*SamplingParams.HOST_NAMES, *neuron.host_samples, "details"))
     if case.options.output_logits:
         problem = f"the host samples for requests with {hosts} (sent, or from generation_config.json) or without top_k"
         if sampled.dynamic:
@@ -302,15 +272,15 @@ def _no_equivalent(case: Case) -> Iterator[Finding]:
             yield Finding((name,), f"{case.library} has no equivalent; {advice}")
 
 
-def _unknown_architecture(case: Case) -> Finding:
+def _unknown_architecture(case: Case, neuron: NeuronBackend) -> Finding:
     model_type = case.model.model_type or "(config.json names none)"
-    known = ", ".join(sorted(NEURON_BACKENDS[case.backend].architectures))
+    known = ", ".join(sorted(neuron.architectures))
     others = [
         name
         for name, facts in NEURON_BACKENDS.items()
         if case.model.model_type in facts.architectures
     ]
-    refused = REFUSED.get(model_type) if case.backend == "nxdi" else None
+    refused = neuron.not_served.get(model_type)
     served = f"a class that {refused}," if refused else "no class"
     problem = (
         f"{case.library} has {served} for model_type {model_type}; supported types: {known}; "
@@ -350,15 +320,6 @@ def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
 def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
     options, model_type = case.options, case.model.model_type
     if capability.continuous_batching:
-        # A rule refuses left padding with an explicit rolling_batch_strategy=continuous_batching.
-        side = options.padding_side if case.backend == "tnx" else None
-        automatic = options.rolling_batch_strategy is None
-        if side == "left" and automatic and case.continuous_batching:
-            problem = "continuous batching pads on the right; leave padding_side out"
-            yield Finding(("padding_side", _STRATEGY, _SLOTS), problem)
-        if side == "right" and not case.continuous_batching:
-            problem = "static batches pad on the left; leave it out"
-            yield Finding(("padding_side", _STRATEGY), problem)
         return
     if options.rolling_batch_strategy == "continuous_batching":
         problem = f"{case.library} has no continuous batching for {model_type}; leave it out"
@@ -389,33 +350,12 @@ def _buckets(case: Case, capability: Capability) -> Iterator[Finding]:
         yield Finding(("context_length_estimate",), problem, "warning")
 
 
-def _window(case: Case) -> Iterator[Finding]:
-    """Source: neuronx-distributed-inference 0.9, models/config.py; of the lengths see `shortest_prompt_graph`."""
-    window, size = case.model.sliding_window, case.options.windowed_context_encoding_size
-    prompts, least = case.options.context_length_estimate, case.shortest_prompt_graph
-    if prompts and prompts[0] < least:
-        problem = (
-            f"each prefill graph fills a KV cache as long as the model's sliding window ({window} tokens): the first "
-            f"must be at least {least}; leave it out, or set n_positions={window} at most"
-        )
-        yield Finding(("context_length_estimate", "n_positions"), problem)
-    if case.rolling_cache and case.options.async_execution:
-        problem = f"left out: a step ahead overwrites what the sliding window holds; set n_positions={window} at most"
-        yield Finding(("async_execution",), problem, "note")
-    if case.rolling_cache and size:
-        problem = f"{case.library} fails at a sliding window's ring; leave it out, or set n_positions={window} at most"
-        yield Finding(("windowed_context_encoding_size",), problem)
-    elif case.backend == "nxdi" and window is not None and size not in {None, window}:
-        problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
-        yield Finding(("windowed_context_encoding_size",), problem)
-
-
 def _speculation(case: Case) -> Iterator[Finding]:
     options, model, draft = case.options, case.model, case.draft
     if not options.speculating:
         return
-    if case.capability is not None:
-        yield from _verification(case, case.capability)
+    if case.neuron is not None and case.capability is not None:
+        yield from _verification(case, case.neuron, case.capability)
     if draft is None or not options.drafting:
         return
     capability = capability_of(case.backend, draft.model_type)
@@ -436,8 +376,8 @@ def _speculation(case: Case) -> Iterator[Finding]:
         yield Finding(("n_positions", _DRAFT), problem)
 
 
-def _verification(case: Case, capability: Capability) -> Iterator[Finding]:
-    options, architectures = case.options, NEURON_BACKENDS[case.backend].architectures
+def _verification(case: Case, neuron: NeuronBackend, capability: Capability) -> Iterator[Finding]:
+    options, architectures = case.options, neuron.architectures
     source = _DRAFT if options.drafting else _LOOKUP
     if not capability.speculation and _DRAFT not in capability.unsupported_options:
         able = ", ".join(sorted(name for name, entry in architectures.items() if entry.speculation))

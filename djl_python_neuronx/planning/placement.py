@@ -9,29 +9,26 @@ from dataclasses import replace
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.values import join_words
-from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.arguments import blocks_of
+from djl_python_neuronx.planning.case import Case, NeuronBackend
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo, families, legal_degrees
 from djl_python_neuronx.planning.memory import (
     CoreMemory,
     Load,
-    blocks_of,
     can_split,
     core_memory,
     indivisible,
-    keeps_strategy,
-    padded_heads,
     savings,
     smallest_fit,
 )
 
 _DEGREE = "tensor_parallel_degree"
 _DRAFT_DEGREE = "draft_model_tp_size"
-_FLASH = "shard_over_sequence"
 
 
 def findings(case: Case) -> Iterator[Finding]:
     """Yield the findings about the NeuronCores of a case whose options are filled in."""
-    if case.on_cpu or not isinstance(case.options.tensor_parallel_degree, int):
+    if case.neuron is None or not isinstance(case.options.tensor_parallel_degree, int):
         return
     yield from _degree(_DEGREE, case.degree, case.device)
     if case.effective.drafting and case.options.draft_model_tp_size is not None:
@@ -42,10 +39,8 @@ def findings(case: Case) -> Iterator[Finding]:
         yield Finding(("logical_nc_config",), problem)
     if not can_split(case.model, case.degree, case.backend):
         yield _indivisible(case)
-    elif case.model.num_heads and case.model.num_kv_heads:
-        if fits(case) is not False:
-            yield from _padding(case)
-        yield from _flash_decoding(case)
+    elif case.model.num_heads and case.model.num_kv_heads and fits(case) is not False:
+        yield from _padding(case, case.neuron)
     yield from _blocks(case)
     yield from _memory(case)
 
@@ -125,14 +120,11 @@ def _indivisible(case: Case) -> Finding:
     return Finding((_DEGREE,), problem)
 
 
-def _padding(case: Case) -> Iterator[Finding]:
+def _padding(case: Case, neuron: NeuronBackend) -> Iterator[Finding]:
     case = replace(case, draft=None)
     model, degree = case.model, case.degree
     heads, kv_heads = model.num_heads or 1, model.num_kv_heads or 1
-    strategy = case.effective.group_query_attention
-    if strategy and not keeps_strategy(strategy, model, case.slots, degree):
-        strategy = None
-    padded = padded_heads(heads, kv_heads, degree, case.backend, strategy)
+    padded = neuron.padded_heads(model, degree, case.effective.group_query_attention, case.slots)
     changes = []
     if padded.query != heads:
         changes.append(f"{heads} heads are padded to {padded.query}")
@@ -172,51 +164,12 @@ def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
     return f"reads {memory.read / GIB:.2f} GiB on each{least}"
 
 
-def _flash_decoding(case: Case) -> Iterator[Finding]:
-    """Check flash decoding: all KV heads need the same number of cores, at least two, which divide its tokens.
-
-    Where each KV head has one core, transformers-neuronx makes masks for a cache that is divided by the degree, and the
-    cache is not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores. Padded heads are
-    counted without their padding: another AssertionError. Seen with 6 heads on 4 and 8 cores.
-
-    Source: transformers-neuronx 0.13, decoder.py and llama/hlo.py (`cores_per_kv_head`); neuronx-distributed-inference
-    0.9, modules/flashdecode/utils.py.
-    """
-    if not case.effective.shard_over_sequence:
-        return
-    heads, kv_heads = case.model.num_heads or 1, case.model.num_kv_heads or 1
-    tnx = case.backend == "tnx"
-    sharing = case.degree if tnx else min(case.degree, heads)
-    if tnx and heads == kv_heads:
-        problem = f"no KV head is shared by several of the {heads} heads: transformers-neuronx"
-        if case.effective.group_query_attention is None:
-            yield Finding((_FLASH,), f"{problem} switches it off; remove it", "warning")
-        else:
-            problem += " fails while group_query_attention is set"
-            yield Finding((_FLASH, "group_query_attention"), f"{problem}; leave both out")
-    elif sharing % kv_heads != 0:
-        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
-        yield Finding((_FLASH, _DEGREE), problem)
-    elif tnx and 1 < case.degree == kv_heads:
-        problem = (
-            f"each of the {kv_heads} KV heads has one core, so no head can be divided and transformers-neuronx fails; "
-            f"set a larger multiple of {kv_heads}, or remove shard_over_sequence"
-        )
-        yield Finding((_FLASH, _DEGREE), problem)
-    elif tnx and heads % case.degree and case.degree % heads:
-        problem = (
-            f"the {heads} heads are padded, which transformers-neuronx divides no cache for; set a degree that divides "
-            f"them or a multiple of them, or remove {_FLASH}"
-        )
-        yield Finding((_FLASH, _DEGREE), problem)
-
-
 def _blocks(case: Case) -> Iterator[Finding]:
     options = case.effective
     blocks, size = options.pa_num_blocks, options.pa_block_size
-    if case.backend != "tnx" or not options.enable_chunked_prefill or not blocks or not size:
+    if not options.enable_chunked_prefill or not blocks or not size:
         return
-    used = blocks_of(options.max_model_len or 0, case.slots, size) + 1
+    used = blocks_of(options.max_model_len or 0, case.slots, size)
     need = (
         f"all slots at full length need {used} blocks of {size} tokens, including the padding block"
     )

@@ -22,14 +22,12 @@ from djl_python_neuronx.errors import InvalidOptionError
 from djl_python_neuronx.planning import defaults, memory, model_rules, placement
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
-from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
-from djl_python_neuronx.planning.defaults import draft_lengths
+from djl_python_neuronx.planning.case import Case, Filled
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.nxdi import arguments as nxdi
 from djl_python_neuronx.planning.rules import conflicts
-from djl_python_neuronx.planning.tnx import arguments as tnx
 
 _SECONDS_PER_LAYER = 3.0
 _UNKNOWN_LAYERS = 32
@@ -109,7 +107,7 @@ def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved
     return resolved, case
 
 
-def _few_slots(chosen: defaults.Filled) -> Iterator[Finding]:
+def _few_slots(chosen: Filled) -> Iterator[Finding]:
     slots, others = chosen.get("max_rolling_batch_size", (None, ""))
     if isinstance(slots, int) and slots < defaults.MAX_ROLLING_BATCH_SIZE:
         problem = (
@@ -123,9 +121,9 @@ class _Filled(NamedTuple):
     """A case whose options are filled in."""
 
     case: Case
-    filled: defaults.Filled
+    filled: Filled
     """Options whose values were filled in."""
-    chosen: defaults.Filled
+    chosen: Filled
     """Values among them that differ from the usual default, each with the options that caused it, as a text."""
     wrong: dict[tuple[str, ...], None]
     """The options of each error that is left."""
@@ -146,7 +144,7 @@ def _fill(case: Case, origins: Mapping[str, str]) -> _Filled:
     return best
 
 
-def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator[defaults.Filled]:
+def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator[Filled]:
     """Yield values for unset options that an error names, with those that were chosen before."""
     for names in best.wrong:
         for name in names:
@@ -156,7 +154,7 @@ def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator
                     yield {**best.chosen, name: (value, others or "the model")}
 
 
-def _with_defaults(case: Case, chosen: defaults.Filled) -> _Filled:
+def _with_defaults(case: Case, chosen: Filled) -> _Filled:
     case = case.with_options(**{name: value for name, (value, _) in chosen.items()})
     suits = {name: (value, f"suits {others}") for name, (value, others) in chosen.items()}
     filled = {**suits, **defaults.fill(case)}
@@ -197,34 +195,20 @@ def compile_minutes(
 
 
 def library_arguments(case: Case) -> LibraryArguments:
-    """Return all arguments of the backend's library, for options that are filled in; none for the cpu backend.
-
-    Options that the library cannot use for the architecture are left out.
-    """
-    if case.backend == "tnx":
-        return tnx.write_arguments(case)
-    return nxdi.write_arguments(case) if case.backend == "nxdi" else LibraryArguments()
+    """Return all arguments of the backend's library, for options that are filled in; none for the cpu backend."""
+    return LibraryArguments() if case.neuron is None else case.neuron.write_arguments(case)
 
 
-def stored_findings(case: Case) -> Iterator[Finding]:
+def stored_findings(case: Case) -> Iterable[Finding]:
     """Return the findings about what exists already: `Case.presharded`, `Case.foreign_graphs`."""
-    if case.backend == "tnx":
-        yield from tnx.stored_findings(case)
+    return () if case.neuron is None else case.neuron.stored_findings(case)
 
 
-def graphs(case: Case) -> Iterator[Graph]:
+def graphs(case: Case) -> Iterable[Graph]:
     """Return the graphs that a load compiles, a draft model's included; none on a CPU or before n_positions is set."""
-    if case.on_cpu or case.options.max_model_len is None:
-        return
-    if case.backend == "nxdi":
-        yield from nxdi.graphs(case)
-        return
-    yield from tnx.graphs(library_arguments(case))
-    if case.options.drafting:
-        # A draft model has its own options, and only architectures with continuous batching can be one.
-        prompts, lengths = draft_lengths(case.options)
-        yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
-        yield from (Graph("draft decode", length, case.slots) for length in lengths)
+    if case.neuron is None or case.options.max_model_len is None:
+        return ()
+    return case.neuron.graphs(case)
 
 
 def graph_options(options: ServingOptions, backend: str) -> dict[str, Any]:

@@ -6,16 +6,13 @@ chosen and the options are filled in (`model_rules.findings`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, is_set, when
 from djl_python_neuronx.config.options import MAX_ROWS, OnDeviceGeneration, ServingOptions
-from djl_python_neuronx.planning.nxdi.rules import NXDI_RULES
-from djl_python_neuronx.planning.tnx.rules import TNX_RULES
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 
-BACKEND_RULES: Final[Mapping[str, tuple[Rule, ...]]] = {"tnx": TNX_RULES, "nxdi": NXDI_RULES}
-"""Backend to the rules of its library."""
 OPEN: Final = frozenset({"auto", "optimum", "vllm"})
 """Values of model_loader that leave the backend open."""
 
@@ -37,7 +34,8 @@ def library_conflicts(options: ServingOptions, backend: str) -> Iterator[Finding
     Rules about one that is still to be filled in are left out. No findings for a backend without a library.
     """
     unset = {name for name in _FILLED_IN if getattr(options, name) in (None, "auto", "max")}
-    rules = BACKEND_RULES.get(backend, ())
+    neuron = NEURON_BACKENDS.get(backend)
+    rules = () if neuron is None else neuron.rules
     return broken_rules((rule for rule in rules if unset.isdisjoint(rule.names)), options)
 
 

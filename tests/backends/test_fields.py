@@ -26,7 +26,8 @@ from djl_python_neuronx.backends.nxdi import model as nxdi  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import ArtifactError, BackendError  # noqa: E402
-from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case, capability_of  # noqa: E402
+from djl_python_neuronx.planning.case import Case  # noqa: E402
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS, capability_of  # noqa: E402
 from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.planning.model_rules import findings  # noqa: E402
@@ -285,7 +286,7 @@ def test_a_value_is_computed_or_refused(
     save(tmp_path, model_type, name, value)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(n_positions=(48,)) if loader == "nxdi" else ServingOptions()
-    case = Case(options, facts, named("trn1.32xlarge"), loader)
+    case = Case(options, facts, named("trn1.32xlarge"), NEURON_BACKENDS.get(loader))
     told = [
         entry
         for entry in findings(case)

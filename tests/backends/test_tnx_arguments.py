@@ -22,6 +22,7 @@ from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
 from tests.backends.tnx_plans import tnx_plan
@@ -205,7 +206,7 @@ def test_architectures_with_static_batches(
         tensor_parallel_degree=1,
         dtype="float32",
     )
-    case = Case(options, ModelFacts.from_config(config), MACHINE, "tnx")
+    case = Case(options, ModelFacts.from_config(config), MACHINE, NEURON_BACKENDS["tnx"])
     prefills = {graph.bucket for graph in make_plan(case).graphs if graph.kind == "prefill"}
     assert prefills == set(models[0].context_buckets) == {128, 512, 1024}
 

@@ -23,6 +23,7 @@ from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import StepError  # noqa: E402
 from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.defaults import fill  # noqa: E402
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS  # noqa: E402
 from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.planning.model import ModelFacts  # noqa: E402
 from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
@@ -129,7 +130,9 @@ def test_a_vocabulary_below_the_librarys_256_candidates(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
     options = ServingOptions(max_rolling_batch_size=4, on_device_generation=True)
-    value, _ = fill(Case(options, facts, named("inf2.xlarge"), "tnx"))["on_device_generation"]
+    value, _ = fill(Case(options, facts, named("inf2.xlarge"), NEURON_BACKENDS["tnx"]))[
+        "on_device_generation"
+    ]
     plan = tnx_plan(tmp_path, tp=2, on_device_generation=value)
     backend: Any = backends.get("tnx").load(replace(plan, default_top_k="global_top_k"))
     assert (backend.spec.largest_top_k, backend.spec.default_top_k) == (97, 97)

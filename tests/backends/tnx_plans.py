@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import library_arguments
@@ -95,7 +96,13 @@ def library_plan(
     )
     path = directory / "config.json"
     model = ModelFacts.from_config(json.loads(path.read_text()) if path.exists() else {})
-    case = Case(options, model, named("trn1.32xlarge"), backend, foreign_graphs=foreign_graphs)
+    case = Case(
+        options,
+        model,
+        named("trn1.32xlarge"),
+        NEURON_BACKENDS.get(backend),
+        foreign_graphs=foreign_graphs,
+    )
     plan = LoadPlan(
         directory,
         num_slots,

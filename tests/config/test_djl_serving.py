@@ -12,6 +12,7 @@ from djl_python_neuronx.loading import check, partition
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import fill
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from tests.config import java
 from tests.planning.settings import TINY, examine
@@ -62,7 +63,7 @@ def write(folder, settings):
 def outcome(resolved):
     """How requests come, and the slots that are planned for."""
     options = resolved.options
-    filled = fill(Case(options, FACTS, INF2, "tnx"))
+    filled = fill(Case(options, FACTS, INF2, NEURON_BACKENDS["tnx"]))
     slots = filled.get("max_rolling_batch_size", (options.max_rolling_batch_size,))[0]
     return options.async_mode, options.rolling_batch in {"tnx", "vllm"}, slots
 

@@ -16,7 +16,7 @@ from djl_python_neuronx.config.options import (
     option,
 )
 from djl_python_neuronx.config.sources import SAGEMAKER
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from tools import document
 
 PAGE, EXAMPLE = document.options_page(), document.example_file()

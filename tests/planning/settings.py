@@ -11,6 +11,7 @@ from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning import plan as planning
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 
 PLANS = TypeAdapter(LoadPlan)
@@ -54,7 +55,9 @@ def library_arguments(options, backend, *, model_type=None, continuous=None, **s
         strategy = "continuous_batching" if continuous else "naive_rolling_batch"
         options = options.model_copy(update={"rolling_batch_strategy": strategy})
     model = ModelFacts.from_config({"model_type": model_type} if model_type else {})
-    case = Case(options, model, machines.named("trn1.32xlarge"), backend, **stored)
+    case = Case(
+        options, model, machines.named("trn1.32xlarge"), NEURON_BACKENDS.get(backend), **stored
+    )
     found = planning.library_arguments(case)
     plan = LoadPlan(Path("model"), 1, 1, (1,), arguments=found)
     assert PLANS.validate_json(PLANS.dump_json(plan)) == plan
@@ -86,6 +89,8 @@ def _assess(resolved, config, machine, backend):
     for problem in resolved.problems:
         if problem.level != "error":
             problems.add(problem.level, problem.message, problem.options)
-    case = Case(resolved.options, ModelFacts.from_config(config), machine, backend)
+    case = Case(
+        resolved.options, ModelFacts.from_config(config), machine, NEURON_BACKENDS.get(backend)
+    )
     done, _ = planning.assess(resolved, case, problems)
     return Settings(**{**vars(done), "problems": problems})

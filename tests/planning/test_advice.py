@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model_rules import remove_or_switch, use_backend
 
 MORE_CORES = "remove it, and use more cores if the model then does not fit"

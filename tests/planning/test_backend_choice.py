@@ -14,7 +14,7 @@ from djl_python_neuronx.planning.backend_choice import (
     choose_backend,
     libraries,
 )
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 
 NEURON_LOADERS = {name: facts.package for name, facts in NEURON_BACKENDS.items()}

@@ -3,7 +3,7 @@
 import pytest
 
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.planning.case import NEURON_BACKENDS
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 
 CAPABILITIES = {name: facts.architectures for name, facts in NEURON_BACKENDS.items()}
 

@@ -15,6 +15,7 @@ from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.cores import Need, alignment, place
 from djl_python_neuronx.planning.defaults import fill
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import (
     FAMILIES,
     INSTANCES,
@@ -198,7 +199,9 @@ def test_each_model_fills_each_machine_with_what_its_degree_leaves_room_for(mode
     device = named(machine)
     for replicas in ("max", 2):
         options = ServingOptions(model_id="m", model_loader="tnx", replicas=replicas)
-        degree, _ = fill(Case(options, facts, device, "tnx"))["tensor_parallel_degree"]
+        degree, _ = fill(Case(options, facts, device, NEURON_BACKENDS["tnx"]))[
+            "tensor_parallel_degree"
+        ]
         needs = [Need("m", degree, replicas)]
         if replicas == 2 and 2 * degree > device.neuron_cores:
             with pytest.raises(ConfigError, match=f"need {2 * degree} NeuronCores"):

@@ -14,6 +14,7 @@ from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.planning import defaults
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import fill, make_steps
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import (
     GIB,
     INSTANCES,
@@ -51,7 +52,7 @@ def filled(name, machine, loader="tnx", **values):
     facts = facts_of(name) if isinstance(name, str) else name
     device = named(machine) if isinstance(machine, str) else machine
     options = options_with(**values)
-    found = fill(Case(options, facts, device, loader))
+    found = fill(Case(options, facts, device, NEURON_BACKENDS.get(loader)))
     assert all(why for _, why in found.values())
     return options.model_copy(update={option: value for option, (value, _) in found.items()})
 
@@ -65,7 +66,7 @@ def fits(options, name, machine, loader):
     device = named(machine)
     return needed(
         facts_of(name),
-        Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), loader)),
+        Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), NEURON_BACKENDS.get(loader))),
         degree=options.tensor_parallel_degree,
         core_memory_bytes=device.core_memory_bytes,
         backend=loader,
@@ -179,7 +180,7 @@ class TestOnDevices:
     def test_a_model_of_unknown_size_is_filled_without_a_look_at_memory(self):
         facts = ModelFacts(model_type="other", max_positions=65536)
         assert chosen(facts, "inf2.xlarge") == (2, 4096, 32)
-        found = fill(Case(options_with(), facts, named("inf2.xlarge"), "tnx"))
+        found = fill(Case(options_with(), facts, named("inf2.xlarge"), NEURON_BACKENDS["tnx"]))
         assert "whether it fits in memory is not known" in found["max_rolling_batch_size"][1]
 
 
@@ -205,7 +206,14 @@ class TestDegree:
         assert padding.tensor_parallel_degree == 24
 
     def test_the_reason_names_the_heads_that_decide(self):
-        found = fill(Case(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx"))
+        found = fill(
+            Case(
+                options_with(),
+                facts_of("gpt-neox-20b"),
+                named("inf2.48xlarge"),
+                NEURON_BACKENDS["tnx"],
+            )
+        )
         assert "64 heads" in found["tensor_parallel_degree"][1]
 
     def test_a_larger_degree_that_needs_more_memory_on_each_core_is_only_taken_as_max(self):
@@ -257,7 +265,7 @@ class TestDegree:
         device = replace(named("inf2.48xlarge"), visible_cores=visible)
         facts, given = facts_of(name), {} if slots is None else {"max_rolling_batch_size": slots}
         options = filled(facts, device, loader, **given)
-        load = Load.of(Case(options, facts, device, loader))
+        load = Load.of(Case(options, facts, device, NEURON_BACKENDS.get(loader)))
         wanted = min(facts.max_positions or 4096, 4096)
 
         def on(degree, positions, rows):
@@ -312,7 +320,7 @@ class TestDegreeOfCopies:
 
         def slots(degree):
             options = filled(name, machine, "tnx", replicas="max", **degree)
-            case = Case(options, facts, device, "tnx")
+            case = Case(options, facts, device, NEURON_BACKENDS["tnx"])
             held = core_memory(case).roomy and options.max_model_len == wanted
             return options.max_rolling_batch_size * held / options.tensor_parallel_degree
 
@@ -325,7 +333,11 @@ class TestDegreeOfCopies:
 
     def test_one_of_several_models(self):
         case = Case(
-            options_with(), facts_of("llama-3-8b"), named("inf2.48xlarge"), "tnx", among_others=True
+            options_with(),
+            facts_of("llama-3-8b"),
+            named("inf2.48xlarge"),
+            NEURON_BACKENDS["tnx"],
+            among_others=True,
         )
         degree, why = fill(case)["tensor_parallel_degree"]
         assert (degree, why) == (
@@ -403,7 +415,8 @@ class TestSlots:
         if slots == defaults.MAX_ROLLING_BATCH_SIZE:
             return
         more = replace(
-            Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), "tnx")), num_slots=2 * slots
+            Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), NEURON_BACKENDS["tnx"])),
+            num_slots=2 * slots,
         )
         core = named(machine).core_memory_bytes
         found = needed(
@@ -430,7 +443,14 @@ class TestBuckets:
         assert options.context_length_estimate == (4096,)
 
     def test_architectures_that_take_none_get_none(self):
-        found = fill(Case(options_with(), facts_of("gpt-neox-20b"), named("inf2.48xlarge"), "tnx"))
+        found = fill(
+            Case(
+                options_with(),
+                facts_of("gpt-neox-20b"),
+                named("inf2.48xlarge"),
+                NEURON_BACKENDS["tnx"],
+            )
+        )
         assert "context_length_estimate" not in found
 
     @given(longest=st.integers(1, 2**20))
@@ -507,10 +527,10 @@ class TestDtype:
         assert filled(TINY, "inf2.xlarge", loader, dtype=dtype).dtype == dtype
 
     def test_a_cpu_computes_float16_in_float32_and_says_so(self):
-        found = fill(Case(options_with(dtype="fp16"), facts_of(TINY), CPU, "cpu"))
+        found = fill(Case(options_with(dtype="fp16"), facts_of(TINY), CPU, None))
         assert found["dtype"][0] == "float32"
         assert "float16" in found["dtype"][1]
-        assert "dtype" not in fill(Case(options_with(dtype="bf16"), facts_of(TINY), CPU, "cpu"))
+        assert "dtype" not in fill(Case(options_with(dtype="bf16"), facts_of(TINY), CPU, None))
 
 
 class TestOnCpu:
@@ -596,7 +616,10 @@ def test_every_value_is_sensible_whatever_was_set(name, loader, machine, values)
 def test_filling_what_is_filled_changes_nothing():
     for name in NAMES:
         options = filled(name, "inf2.48xlarge", "nxdi")
-        assert fill(Case(options, facts_of(name), named("inf2.48xlarge"), "nxdi")) == {}
+        assert (
+            fill(Case(options, facts_of(name), named("inf2.48xlarge"), NEURON_BACKENDS["nxdi"]))
+            == {}
+        )
 
 
 class TestWhatTheReasonsSay:
@@ -606,7 +629,15 @@ class TestWhatTheReasonsSay:
 
     def reasons(self, facts, machine, loader="tnx", **values):
         draft = values.pop("draft", None)
-        found = fill(Case(options_with(**values), facts, named(machine), loader, draft=draft))
+        found = fill(
+            Case(
+                options_with(**values),
+                facts,
+                named(machine),
+                NEURON_BACKENDS.get(loader),
+                draft=draft,
+            )
+        )
         return {name: (value, why) for name, (value, why) in found.items()}
 
     def test_where_nothing_fits(self):
@@ -730,7 +761,9 @@ class TestStaticBatches:
             n_positions=512,
             context_length_estimate="128",
         )
-        case = Case(options, facts_of("llama-3-8b"), named("inf2.48xlarge"), "nxdi")
+        case = Case(
+            options, facts_of("llama-3-8b"), named("inf2.48xlarge"), NEURON_BACKENDS["nxdi"]
+        )
         assert library_arguments(case).neuron_config["context_encoding_buckets"] == [128, 512]
         assert [
             (graph.bucket, graph.batch) for graph in graphs(case) if graph.kind == "prefill"

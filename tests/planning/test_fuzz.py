@@ -15,6 +15,7 @@ from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_val
 from djl_python_neuronx.errors import ArtifactError, ConfigError
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
 from tests.planning.settings import assess, examine, resolve
@@ -217,7 +218,9 @@ def test_options_that_are_fine_alone_are_judged_for_any_model_and_machine(
 ):
     resolved, _ = examine(None, Path("/opt/ml/model"), {}, overrides)
     done = judged(resolved, config, machine, loader)
-    make_plan(Case(done.options, ModelFacts.from_config(config), machine, loader))
+    make_plan(
+        Case(done.options, ModelFacts.from_config(config), machine, NEURON_BACKENDS.get(loader))
+    )
 
 
 def errors_of(overrides, config, machine, loader):
@@ -350,4 +353,4 @@ def test_any_config_of_a_model(base, changes, machine, loader):
     except ArtifactError:  # a size that is none
         return
     done = judged(resolved, config, machine, loader)
-    make_plan(Case(done.options, facts, machine, loader))
+    make_plan(Case(done.options, facts, machine, NEURON_BACKENDS.get(loader)))

@@ -15,7 +15,8 @@ from djl_python_neuronx.config.keywords import OBJECTS, OPTIONS, RESERVED
 from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.model_rules import overrides, unsupported_options
 from djl_python_neuronx.planning.plan import assess, examine, make_plan
@@ -611,7 +612,9 @@ class TestOverrides:
                     lines = lines.replace("option.tensor_parallel_degree=8\n", "")
                 (Path(folder) / "serving.properties").write_text(lines)
                 resolved = examine(None, Path(folder), {}, Problems())
-            case = Case(resolved.options, LLAMA, machines.named("inf2.48xlarge"), "tnx")
+            case = Case(
+                resolved.options, LLAMA, machines.named("inf2.48xlarge"), NEURON_BACKENDS["tnx"]
+            )
             resolved, case = assess(resolved, case, problems)
             named = [problem.options for problem in problems if problem.level == "error"]
             found.append((make_plan(case), named))

@@ -10,22 +10,21 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.planning.memory import (
     HEADROOM_BYTES,
     CoreMemory,
     Fit,
-    Heads,
     Load,
     can_split,
     host_bytes,
-    keeps_strategy,
     needed,
-    padded_heads,
     savings,
     smallest_fit,
 )
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.tnx.heads import keeps_strategy
 
 GB = 1e9
 MODELS = Path(__file__).parent / "models"
@@ -37,7 +36,12 @@ def facts_of(name):
 
 
 def case_of(options, backend="tnx"):
-    return Case(options, ModelFacts(model_type="llama"), named("inf2.48xlarge"), backend)
+    return Case(
+        options,
+        ModelFacts(model_type="llama"),
+        named("inf2.48xlarge"),
+        NEURON_BACKENDS.get(backend),
+    )
 
 
 def total(facts, load):
@@ -248,6 +252,12 @@ class TestStep:
         assert [least[ms] for ms in sorted(least)] == sorted(least.values())
 
 
+def padded_heads(heads, kv_heads, degree, loader, strategy=None):
+    """The heads of a model with as many slots as cores."""
+    facts = ModelFacts(num_heads=heads, num_kv_heads=kv_heads, head_dim=128)
+    return NEURON_BACKENDS[loader].padded_heads(facts, degree, strategy, degree)
+
+
 class TestHeads:
     """Query and KV heads after padding. Source: tests and comments of both libraries, and the rig's runs."""
 
@@ -271,8 +281,8 @@ class TestHeads:
         ],
     )
     def test_padded(self, heads, kv_heads, degree, tnx, nxdi):
-        assert padded_heads(heads, kv_heads, degree, "tnx") == Heads(*tnx)
-        assert padded_heads(heads, kv_heads, degree, "nxdi") == Heads(*nxdi)
+        assert padded_heads(heads, kv_heads, degree, "tnx") == tnx
+        assert padded_heads(heads, kv_heads, degree, "nxdi") == nxdi
 
     @pytest.mark.parametrize(
         ("strategy", "kv_heads"),
@@ -381,7 +391,7 @@ class TestSmallestFit:
             speculative_draft_model="draft",
             draft_model_tp_size=2,
         )
-        case = Case(options, facts, machine, "tnx", facts)
+        case = Case(options, facts, machine, NEURON_BACKENDS["tnx"], facts)
         assert "draft_model_tp_size=8" in savings(case)
         spread = case.with_options(draft_model_tp_size=16)
         assert not any("draft" in saving for saving in savings(spread))
@@ -484,7 +494,7 @@ class TestCache:
         [
             ({}, 4 * 1024),
             ({"in_blocks": True}, 5 * 1024),
-            ({"in_blocks": True, "num_blocks": 99, "block_size": 32}, 100 * 32),
+            ({"in_blocks": True, "num_blocks": 100, "block_size": 32}, 100 * 32),
             ({"in_blocks": True, "block_size": 300}, (4 * 4 + 1) * 300),
             ({"num_blocks": 99, "block_size": 32}, 4 * 1024),
         ],
@@ -584,7 +594,12 @@ class TestHost:
         options = {"dtype": "bfloat16", "n_positions": 4096, "max_rolling_batch_size": 4}
         options |= {"tensor_parallel_degree": 8, "model_id": "m"} | values
         facts = facts or facts_of("llama-3-8b")
-        case = Case(ServingOptions.model_validate(options), facts, named("inf2.48xlarge"), backend)
+        case = Case(
+            ServingOptions.model_validate(options),
+            facts,
+            named("inf2.48xlarge"),
+            NEURON_BACKENDS.get(backend),
+        )
         return host_bytes(case, kind, stored)
 
     def test_cpu_takes_weights_and_cache(self):

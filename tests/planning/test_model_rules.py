@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import defaults, machines, model_rules
-from djl_python_neuronx.planning.case import NEURON_BACKENDS, Case
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.model_rules import findings
@@ -64,7 +65,7 @@ def say(**values):
     options = ServingOptions.model_validate({**FILLED, **values})
     facts, device = told.pop("facts", LLAMA), told.pop("device", INF2)
     estimated_load_s = told.pop("estimated_load_s", None)
-    case = Case(options, facts, device, told.pop("loader", "tnx"), **told)
+    case = Case(options, facts, device, NEURON_BACKENDS.get(told.pop("loader", "tnx")), **told)
     return [*findings(case, estimated_load_s=estimated_load_s)]
 
 
@@ -1344,9 +1345,11 @@ class TestEveryModel:
     def test_has_an_answer_with_every_loader(self, model_type, loader, device):
         facts = of(model_type, config=PUBLISHED.get(model_type, {}))
         options = ServingOptions(model_id="m")
-        filled = defaults.fill(Case(options, facts, device, loader))
+        filled = defaults.fill(Case(options, facts, device, NEURON_BACKENDS.get(loader)))
         options = options.model_copy(update={name: value for name, (value, _) in filled.items()})
-        found = [*findings(Case(options, facts, device, loader, filled=filled))]
+        found = [
+            *findings(Case(options, facts, device, NEURON_BACKENDS.get(loader), filled=filled))
+        ]
         unknown = loader != "cpu" and model_type not in CAPABILITIES[loader]
         errors = [entry for entry in found if entry.level == "error"]
         if unknown:
@@ -1405,7 +1408,7 @@ def test_every_option_without_an_equivalent_is_told(loader):
         if field.annotation in {bool, bool | None}
     }
     options = ServingOptions.model_validate({**FILLED, **values})
-    found = [*findings(Case(options, LLAMA, INF2, loader))]
+    found = [*findings(Case(options, LLAMA, INF2, NEURON_BACKENDS.get(loader)))]
     told = {
         name: entry.level
         for entry in found

@@ -11,6 +11,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (
@@ -170,7 +171,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "loader", "options", "expected"), CASES)
 def test_the_graphs_that_are_compiled(model, loader, options, expected):
     known = ModelFacts(model_type="new") if model is None else facts(model)
-    found = list(graphs(Case(options_with(**options), known, INF2, loader)))
+    found = list(graphs(Case(options_with(**options), known, INF2, NEURON_BACKENDS.get(loader))))
     assert found == expected
 
 
@@ -180,20 +181,22 @@ def test_what_the_host_does_with_nxdis_graphs_is_none_of_them():
         changed = plain.model_copy(update={name: True})
         assert graph_options(changed, "nxdi") == graph_options(plain, "nxdi")
         assert library_arguments(
-            Case(changed, facts("llama-3-8b"), INF2, "nxdi")
-        ) != library_arguments(Case(plain, facts("llama-3-8b"), INF2, "nxdi"))
+            Case(changed, facts("llama-3-8b"), INF2, NEURON_BACKENDS["nxdi"])
+        ) != library_arguments(Case(plain, facts("llama-3-8b"), INF2, NEURON_BACKENDS["nxdi"]))
 
 
 @pytest.mark.parametrize(("positions", "ahead"), [(4096, True), (4097, None)])
 def test_no_step_runs_ahead_where_the_cache_is_a_ring(positions, ahead):
     options = options_with(n_positions=positions, on_device_generation=True, async_execution=True)
-    found = library_arguments(Case(options, facts("mistral-7b-v0.1"), INF2, "nxdi"))
+    found = library_arguments(
+        Case(options, facts("mistral-7b-v0.1"), INF2, NEURON_BACKENDS["nxdi"])
+    )
     assert found.neuron_config.get("async_mode") == ahead
 
 
 def test_no_graph_is_told_before_lengths_are_known():
     options = ServingOptions(n_positions=None)
-    assert list(graphs(Case(options, facts("llama-3-8b"), INF2, "tnx"))) == []
+    assert list(graphs(Case(options, facts("llama-3-8b"), INF2, NEURON_BACKENDS["tnx"]))) == []
 
 
 def test_compiling_takes_longer_for_more_graphs_and_more_layers():
@@ -222,7 +225,9 @@ def test_a_model_of_unknown_depth_has_an_estimate_too():
 @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
 def test_the_plan_of_a_neuron_loader(loader):
     device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
-    plan = make_plan(Case(options_with(), known, device, loader), artifact_format="split")
+    plan = make_plan(
+        Case(options_with(), known, device, NEURON_BACKENDS.get(loader)), artifact_format="split"
+    )
     assert (plan.backend, plan.format, plan.device) == (loader, "split", device)
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
     alone = memory.needed(
@@ -240,9 +245,9 @@ def test_the_plan_of_a_neuron_loader(loader):
 
 def test_quantised_weights_and_caches_take_less():
     device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
-    plain = make_plan(Case(options_with(), known, device, "tnx")).memory
+    plain = make_plan(Case(options_with(), known, device, NEURON_BACKENDS["tnx"])).memory
     quantised = options_with(quantize="static_int8", kv_cache_quantize="fp8")
-    less = make_plan(Case(quantised, known, device, "tnx")).memory
+    less = make_plan(Case(quantised, known, device, NEURON_BACKENDS["tnx"])).memory
     assert less.weights < plain.weights
     assert 2 * less.kv_cache == plain.kv_cache
 
@@ -250,26 +255,32 @@ def test_quantised_weights_and_caches_take_less():
 def test_the_plan_of_the_cpu_is_the_whole_machine():
     device = DeviceInfo(None, 0, 0, 64 * 2**30, 8, "a laptop")
     known = facts("llama-3-8b")
-    plan = make_plan(Case(options_with(tensor_parallel_degree=2), known, device, "cpu"))
+    plan = make_plan(Case(options_with(tensor_parallel_degree=2), known, device, None))
     assert plan.graphs == ()
     assert plan.estimated_compile_s == 0
     assert plan.arguments is None
     assert plan.memory.capacity == 64 * 2**30
     assert plan.memory.weights == 2 * known.num_parameters
-    on_neuron = make_plan(Case(options_with(), known, machines.named("inf2.xlarge"), "cpu"))
+    on_neuron = make_plan(Case(options_with(), known, machines.named("inf2.xlarge"), None))
     assert on_neuron.memory.capacity == 0  # the devices' memory is not the host's
 
 
 def test_no_memory_is_told_of_an_unknown_architecture():
     unknown = ModelFacts(model_type="new")
-    plan = make_plan(Case(options_with(), unknown, machines.named("inf2.xlarge"), "nxdi"))
+    plan = make_plan(
+        Case(options_with(), unknown, machines.named("inf2.xlarge"), NEURON_BACKENDS["nxdi"])
+    )
     assert plan.memory is None
 
 
 def test_static_batching_reaches_the_librarys_arguments():
     device = machines.named("inf2.24xlarge")
-    able = make_plan(Case(options_with(), facts("llama-3-8b"), device, "tnx")).arguments
-    unable = make_plan(Case(options_with(), facts("opt-13b"), device, "tnx")).arguments
+    able = make_plan(
+        Case(options_with(), facts("llama-3-8b"), device, NEURON_BACKENDS["tnx"])
+    ).arguments
+    unable = make_plan(
+        Case(options_with(), facts("opt-13b"), device, NEURON_BACKENDS["tnx"])
+    ).arguments
     assert "continuous_batching" in able.neuron_config
     assert "continuous_batching" not in unable.neuron_config
 
@@ -284,7 +295,7 @@ def test_every_model_has_a_legal_plan_that_fits_or_a_clear_no(model, machine):
     options = ServingOptions(model_id="owner/model", model_loader=loader)
     empty = Resolved(options, *(MappingProxyType({}) for _ in range(3)))
     problems = Problems()
-    _, case = assess(empty, Case(options, known, device, loader), problems)
+    _, case = assess(empty, Case(options, known, device, NEURON_BACKENDS.get(loader)), problems)
     plan = make_plan(case)
     degree = case.options.tensor_parallel_degree
     assert degree in machines.legal_degrees(device.family, device.visible_cores)
@@ -304,7 +315,9 @@ def test_few_slots_that_suit_another_option_are_a_warning(positions, slots):
         options, MappingProxyType(origins), MappingProxyType({}), MappingProxyType({})
     )
     problems = Problems()
-    case = Case(options, facts("mistral-7b-v0.1"), machines.named("inf2.48xlarge"), "tnx")
+    case = Case(
+        options, facts("mistral-7b-v0.1"), machines.named("inf2.48xlarge"), NEURON_BACKENDS["tnx"]
+    )
     _, case = assess(resolved, case, problems)
     warned = any("further requests wait" in text for text in problems.messages("warning"))
     assert warned is (positions == 8192 and slots is None)
@@ -325,7 +338,7 @@ def test_a_ring_on_trn1_is_filled_without_the_kernel_that_has_no_window(machine,
         options, MappingProxyType({"n_positions": "here"}), *(MappingProxyType({}),) * 2
     )
     problems = Problems()
-    case = Case(options, facts("mistral-7b-v0.1"), machines.named(machine), "nxdi")
+    case = Case(options, facts("mistral-7b-v0.1"), machines.named(machine), NEURON_BACKENDS["nxdi"])
     _, case = assess(resolved, case, problems)
     assert problems.errors == ()
     written = make_plan(case).arguments.neuron_config

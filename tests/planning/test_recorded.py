@@ -9,6 +9,7 @@ import pytest
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.recorded import as_options, differences
 from djl_python_neuronx.planning.plan import library_arguments
@@ -23,7 +24,7 @@ def wanted(record, **changes):
     experts = "router_config" in record or options.ep_degree > 1
     facts = replace(LLAMA, model_type="qwen3_moe") if experts else LLAMA
     return library_arguments(
-        Case(options, facts, machines.named("inf2.48xlarge"), "nxdi")
+        Case(options, facts, machines.named("inf2.48xlarge"), NEURON_BACKENDS["nxdi"])
     ).neuron_config
 
 

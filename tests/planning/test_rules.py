@@ -3,7 +3,10 @@
 import pytest
 
 from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
-from djl_python_neuronx.planning.rules import BACKEND_RULES, RULES, broken_rules, conflicts
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.planning.rules import RULES, broken_rules, conflicts
+
+BACKEND_RULES = {name: neuron.rules for name, neuron in NEURON_BACKENDS.items()}
 
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True}
 DRAFT = {"speculative_draft_model": "draft"}

@@ -106,7 +106,10 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
     "qwen3_moe": replace(_MOE, verified=False, ignored_options=_NOT_LLAMAS, unsupported_options={}),
 }
 NXDI: Final[Mapping[str, Capability]] = {
-    name: replace(entry, fields=NXDI_FIELDS.get(name, {})) for name, entry in _OF_EACH.items()
+    # Source: modules/attention/gqa.py: of uneven KV heads it makes copies for all heads, and pads them with the number
+    # that there was before.
+    name: replace(entry, even_kv_heads=True, fields=NXDI_FIELDS.get(name, {}))
+    for name, entry in _OF_EACH.items()
 }
 """Architectures of NxD Inference, by `model_type`; others live in its contributed models, outside the wheel."""
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(

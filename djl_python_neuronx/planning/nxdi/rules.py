@@ -16,7 +16,7 @@ from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi.arguments import graphs
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
-_WINDOW = "windowed_context_encoding_size"
+_WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
 _PART = "it is part of the decode kernel"
 _RESIDUALS = "no kernel adds residuals while tokens are divided among the cores"
 LATER = (
@@ -246,7 +246,7 @@ NXDI_RULES: tuple[Rule, ...] = (
 """Checked in this order."""
 
 
-def shape_findings(case: Case) -> Iterator[Finding]:
+def findings(case: Case) -> Iterator[Finding]:
     """Yield what the library stops at, or computes in part only, because of lengths, degrees and the model's sizes.
 
     Source: models/model_base.py, modules/attention/attention_base.py and utils.py, modules/kvcache and flashdecode.
@@ -261,8 +261,8 @@ def shape_findings(case: Case) -> Iterator[Finding]:
         (_WINDOW, window, _PROMPTS, prompts),
         ("sequence_parallel", options.sequence_parallel and degree, *steps),
         ("cp_degree", options.cp_degree, *steps),
-        ("shard_over_sequence", group, _PROMPTS, prompts),
-        ("shard_over_sequence", group, "n_positions", limits),
+        (_FLASH, group, _PROMPTS, prompts),
+        (_FLASH, group, "n_positions", limits),
     ):
         if uneven := sorted(length for length in lengths if parts and length % parts):
             problem = f"expected multiples of {parts}, and not {join_words(uneven)}; round them up"
@@ -277,6 +277,55 @@ def shape_findings(case: Case) -> Iterator[Finding]:
         yield Finding((name, _DEGREE), problem)
     yield from _prompt_kernels(case, max(prompts, default=0), min(prompts, default=0))
     yield from _experts(case)
+    yield from _window(case)
+    yield from _flash_decoding(case)
+    yield from _no_kernels(case)
+
+
+def _window(case: Case) -> Iterator[Finding]:
+    """Source: models/config.py; of the lengths see `Case.shortest_prompt_graph`."""
+    window, size = case.model.sliding_window, case.options.windowed_context_encoding_size
+    prompts, least = case.options.context_length_estimate, case.shortest_prompt_graph
+    if prompts and prompts[0] < least:
+        problem = (
+            f"each prefill graph fills a KV cache as long as the model's sliding window ({window} tokens): the first "
+            f"must be at least {least}; leave it out, or set n_positions={window} at most"
+        )
+        yield Finding((_PROMPTS, "n_positions"), problem)
+    if case.rolling_cache and case.options.async_execution:
+        problem = f"left out: a step ahead overwrites what the sliding window holds; set n_positions={window} at most"
+        yield Finding(("async_execution",), problem, "note")
+    if case.rolling_cache and size:
+        problem = f"NxD Inference fails at a sliding window's ring; leave it out, or set n_positions={window} at most"
+        yield Finding((_WINDOW,), problem)
+    elif window is not None and size not in {None, window}:
+        problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
+        yield Finding((_WINDOW,), problem)
+
+
+def _flash_decoding(case: Case) -> Iterator[Finding]:
+    """Check flash decoding: all KV heads need the same number of cores. Source: modules/flashdecode/utils.py."""
+    heads, kv_heads = case.model.num_heads, case.model.num_kv_heads
+    if not (case.effective.shard_over_sequence and heads and kv_heads):
+        return
+    splits = case.capability and not case.capability.indivisible(case.model, case.degree)
+    if splits and min(case.degree, heads) % kv_heads:
+        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
+        yield Finding((_FLASH, _DEGREE), problem)
+
+
+def _no_kernels(case: Case) -> Iterator[Finding]:
+    """Warn of kernels that recent versions lack. Source: release notes of NxD Inference, Neuron SDK 2.29."""
+    family = case.device.family
+    names = tuple(
+        name
+        for name in ServingOptions.model_fields
+        if name.endswith("_kernel_enabled") or name in {"fused_rmsnorm_qkv", "fused_rmsnorm_mlp"}
+        if getattr(case.options, name)
+    )
+    if names and family in {"inf2", "trn1"}:
+        problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28"
+        yield Finding(names, problem, "warning")
 
 
 def _prompt_kernels(case: Case, longest: int, shortest: int) -> Iterator[Finding]:

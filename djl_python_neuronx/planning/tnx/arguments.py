@@ -10,19 +10,20 @@ from typing import Any
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import make_buckets
-from djl_python_neuronx.planning import memory
+from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
 from djl_python_neuronx.planning.arguments import (
     Graph,
     LibraryArguments,
+    blocks_of,
     degree_of,
+    draft_lengths,
     environment_of,
     handed_through,
     override,
     put,
 )
 from djl_python_neuronx.planning.capabilities import Capability
-from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.case import Case, Filled
 
 _AMP = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _8_BITS = {"int8": "s8", "fp8": "f8e4m3fn"}
@@ -30,6 +31,9 @@ _8_BITS = {"int8": "s8", "fp8": "f8e4m3fn"}
 _FP8_FLAG = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 _ROW_SAMPLING = ("top_k", "top_p", "temperature", "top_p_min_tokens")
 """Keywords of `GenerationConfig` that hold a value for each row with `per_batch_line`."""
+_MOST_BLOCKS = 256
+"""The library unrolls a loop over all blocks: 48 instructions for each, where a layer has 154 (seen, tp 1). Large
+blocks cost little, for none is shared: the last of a sequence lies half empty, and is read all the same."""
 
 
 def write_arguments(case: Case) -> LibraryArguments:
@@ -62,30 +66,48 @@ def write_arguments(case: Case) -> LibraryArguments:
     )
 
 
-def graphs(arguments: LibraryArguments) -> Iterator[Graph]:
-    """Yield the graphs that the library compiles with these arguments; none without n_positions.
+def graphs(case: Case) -> Iterator[Graph]:
+    """Yield the graphs that the library compiles, and those of a draft model.
 
     A prefill graph for each context length and a decode graph for each token length; with continuous batching a
     prefill runs one row. A class that takes no list of token lengths doubles from 128. For prompts in chunks the
     library makes no decode graph, but a mixed one for each number of tokens of a step and of cache blocks that all
     slots take at one of the lengths. A speculation graph for each token length comes on top.
     """
-    constructor = arguments.constructor
-    positions = constructor.get("n_positions")
-    if positions is None:
-        return
+    arguments, slots = write_arguments(case), case.slots
+    positions = arguments.constructor["n_positions"]
     lengths = positions if isinstance(positions, list) else make_buckets(positions)
-    prompts = constructor.get("context_length_estimate", ())
-    slots = constructor.get("batch_size", 1)
+    prompts = arguments.constructor.get("context_length_estimate", ())
     if engine := arguments.calls.get("init_cache_engine"):
         for blocks in sorted({length * slots // engine["block_size"] for length in lengths}):
             yield from (Graph("mixed", tokens, blocks) for tokens in prompts)
-        return
-    rows = 1 if "continuous_batching" in arguments.neuron_config else slots
-    yield from (Graph("prefill", prompt, rows) for prompt in prompts)
-    yield from (Graph("decode", length, slots) for length in lengths)
-    if "enable_speculative_decoder" in arguments.calls:
-        yield from (Graph("speculation", length, slots) for length in lengths)
+    else:
+        rows = 1 if "continuous_batching" in arguments.neuron_config else slots
+        yield from (Graph("prefill", prompt, rows) for prompt in prompts)
+        yield from (Graph("decode", length, slots) for length in lengths)
+        if "enable_speculative_decoder" in arguments.calls:
+            yield from (Graph("speculation", length, slots) for length in lengths)
+    if case.options.drafting:
+        # A draft model has its own options, and only architectures with continuous batching can be one.
+        prompts, lengths = draft_lengths(case.options)
+        yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
+        yield from (Graph("draft decode", length, slots) for length in lengths)
+
+
+def fill(case: Case, positions: int, slots: int) -> Filled:
+    """Return what a KV cache in blocks needs, for prompts in chunks: its layout and the size of a block."""
+    filled: Filled = {}
+    if not case.effective.enable_chunked_prefill:
+        return filled
+    if case.options.cache_layout is None:
+        filled["cache_layout"] = "BSH", "the layout of a KV cache in blocks"
+    if case.options.pa_block_size is None:
+        size, below = SMALLEST_BUCKET, 1 << (max(positions - 1, 1).bit_length() - 1)
+        while size * _MOST_BLOCKS < positions * slots:
+            size *= 2
+        why = f"a power of two below n_positions, from {SMALLEST_BUCKET} on, for at most {_MOST_BLOCKS} blocks"
+        filled["pa_block_size"] = min(size, below), why
+    return filled
 
 
 def stored_findings(case: Case) -> Iterator[Finding]:
@@ -199,8 +221,7 @@ def _calls(options: ServingOptions) -> dict[str, dict[str, Any]]:
     slots, limit = options.max_rolling_batch_size, options.max_model_len
     size = options.pa_block_size
     if options.enable_chunked_prefill and slots and limit and size:
-        # Block 0 is for padding.
-        blocks = options.pa_num_blocks or memory.blocks_of(limit, slots, size) + 1
+        blocks = options.pa_num_blocks or blocks_of(limit, slots, size)
         calls["init_cache_engine"] = {"block_size": size, "num_blocks": blocks}
     if options.speculating and slots:
         # The last of a step's tokens is the model's own.

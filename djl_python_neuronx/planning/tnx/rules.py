@@ -1,7 +1,7 @@
 """Combinations of options that transformers-neuronx refuses, gets wrong or ignores.
 
 Source: transformers-neuronx 0.13, config.py and, where stated, another file. Limits of architectures are in
-capabilities.py; `shape_findings` compares options with the model's sizes.
+capabilities.py; `findings` compares options with the model's sizes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, w
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import join_words, make_buckets
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.memory import keeps_strategy, padded_heads
 from djl_python_neuronx.planning.tnx.arguments import context_lengths, takes_longest_only
+from djl_python_neuronx.planning.tnx.heads import keeps_strategy, padded_heads
 
 _speculating = attrgetter("speculating")
 _DISABLED = "transformers-neuronx disables it without a message unless"
+_FLASH = "shard_over_sequence"
 _TILE_ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 
 
@@ -246,7 +247,7 @@ TNX_RULES = (*_PROJECTIONS, *_BSH_CACHE, *_CHUNKS, *_DIVIDED_TOKENS, *_SPECULATI
 """Checked in this order."""
 
 
-def shape_findings(case: Case) -> Iterator[Finding]:
+def findings(case: Case) -> Iterator[Finding]:
     """Yield what the library refuses or gives up because of the model's sizes and the degree.
 
     Source: transformers-neuronx 0.13, decoder.py and llama/model.py, which assert these.
@@ -260,9 +261,7 @@ def shape_findings(case: Case) -> Iterator[Finding]:
         problem = f"the model has {model.num_layers} layers; set a divisor of that, or leave it out"
         yield Finding(("unroll",), problem)
     if options.qkv_tiling and options.fuse_qkv and model.num_heads and model.num_kv_heads:
-        padded = padded_heads(
-            model.num_heads, model.num_kv_heads, degree, "tnx", options.group_query_attention
-        )
+        padded = padded_heads(model, degree, options.group_query_attention, case.slots)
         width = (padded.query + 2 * padded.kv) * (model.head_dim or 0) // degree
         if hidden % 128 or width % 128:
             problem = (
@@ -281,7 +280,11 @@ def shape_findings(case: Case) -> Iterator[Finding]:
         )
         yield Finding(("shard_over_sequence", "n_positions"), problem, "warning")
     yield from _uneven_prompts(case)
-    yield from _shared_heads(case)
+    if model.num_heads and model.num_kv_heads:
+        yield from _shared_heads(case, model.num_heads, model.num_kv_heads)
+        yield from _flash_decoding(case, model.num_heads, model.num_kv_heads)
+    yield from _padding_side(case)
+    yield from _device_sampling(case)
 
 
 def _uneven_prompts(case: Case) -> Iterator[Finding]:
@@ -300,14 +303,13 @@ def _uneven_prompts(case: Case) -> Iterator[Finding]:
         yield Finding(("sequence_parallel", "context_length_estimate"), problem)
 
 
-def _shared_heads(case: Case) -> Iterator[Finding]:
+def _shared_heads(case: Case, heads: int, kv_heads: int) -> Iterator[Finding]:
     """Strategies to share KV heads that transformers-neuronx gives up with a warning in its log.
 
     Source: transformers-neuronx 0.13, decoder.py check_gqa_fallback.
     """
-    strategy, model = case.effective.group_query_attention, case.model
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    if strategy is None or strategy == "replicated-heads" or not heads or not kv_heads:
+    strategy = case.effective.group_query_attention
+    if strategy is None or strategy == "replicated-heads":
         return
     if heads == kv_heads:
         problem = f"each of the {heads} heads has its own keys and values, so nothing is shared; leave it out"
@@ -318,9 +320,71 @@ def _shared_heads(case: Case) -> Iterator[Finding]:
         "shard-over-batch": f"a degree that divides the {case.slots} slots",
         "all-gather-heads": f"a degree that divides KV heads and query heads ({kv_heads} and {heads})",
     }
-    if not keeps_strategy(strategy, model, case.slots, case.degree):
+    if not keeps_strategy(strategy, case.model, case.slots, case.degree):
         problem = (
             f"it needs {needs[strategy]}; transformers-neuronx copies the KV heads instead. Set replicated-heads, or "
             "another degree"
         )
         yield Finding(("group_query_attention", "tensor_parallel_degree"), problem, "warning")
+
+
+def _flash_decoding(case: Case, heads: int, kv_heads: int) -> Iterator[Finding]:
+    """Check flash decoding: all KV heads need the same number of cores, at least two, which divide its tokens.
+
+    Where each KV head has one core, the library makes masks for a cache that is divided by the degree, and the cache is
+    not: an AssertionError while it builds the decode graph. Seen with 2 KV heads on 2 cores. Padded heads are counted
+    without their padding: another AssertionError. Seen with 6 heads on 4 and 8 cores.
+
+    Source: transformers-neuronx 0.13, decoder.py and llama/hlo.py (`cores_per_kv_head`).
+    """
+    degree = case.degree
+    if not case.effective.shard_over_sequence:
+        return
+    if heads == kv_heads:
+        problem = f"no KV head is shared by several of the {heads} heads: transformers-neuronx"
+        if case.effective.group_query_attention is None:
+            yield Finding((_FLASH,), f"{problem} switches it off; remove it", "warning")
+        else:
+            problem += " fails while group_query_attention is set"
+            yield Finding((_FLASH, "group_query_attention"), f"{problem}; leave both out")
+        return
+    problem = ""
+    if degree % kv_heads:
+        problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
+    elif 1 < degree == kv_heads:
+        problem = (
+            f"each of the {kv_heads} KV heads has one core, so no head can be divided and transformers-neuronx fails; "
+            f"set a larger multiple of {kv_heads}, or remove shard_over_sequence"
+        )
+    elif heads % degree and degree % heads:
+        problem = (
+            f"the {heads} heads are padded, which transformers-neuronx divides no cache for; set a degree that divides "
+            f"them or a multiple of them, or remove {_FLASH}"
+        )
+    if problem:
+        yield Finding((_FLASH, "tensor_parallel_degree"), problem)
+
+
+def _padding_side(case: Case) -> Iterator[Finding]:
+    options, batching = case.options, "rolling_batch_strategy"
+    if case.capability is None or not case.capability.continuous_batching:
+        return
+    # A rule refuses left padding with an explicit rolling_batch_strategy=continuous_batching.
+    automatic = options.rolling_batch_strategy is None
+    if options.padding_side == "left" and automatic and case.continuous_batching:
+        problem = "continuous batching pads on the right; leave padding_side out"
+        yield Finding(("padding_side", batching, "max_rolling_batch_size"), problem)
+    if options.padding_side == "right" and not case.continuous_batching:
+        problem = "static batches pad on the left; leave it out"
+        yield Finding(("padding_side", batching), problem)
+
+
+def _device_sampling(case: Case) -> Iterator[Finding]:
+    """Source: layers/generation.py. The shares: half the summed differences, of normal logits in bfloat16."""
+    sampled = case.options.on_device_generation
+    if sampled and (sampled.do_sample or sampled.dynamic) and case.options.dtype != "float32":
+        problem = (
+            "probabilities are added up in the 16 bits of the dtype: with bfloat16 3 % of the draws among 50 tokens "
+            "are wrong, and 19 % among 256; send a small top_k, or sample on the host"
+        )
+        yield Finding(("on_device_generation",), problem, "warning")
