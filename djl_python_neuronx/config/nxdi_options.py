@@ -128,7 +128,9 @@ class NxdiOptions(OptionGroup):
     mlp_kernel_fuse_residual_add: _Tuning = None
     """Residual addition inside the MLP kernel."""
     fused_rmsnorm_skip_gamma: _Tuning = None
-    """Multiply the norm's weights into the matrices once, at load, instead of in each step."""
+    """Multiply the norm's weights into the matrices once, at load, instead of in each step. With llama and
+    `fused_rmsnorm_qkv`; excludes `fused_rmsnorm_mlp`, `sequence_parallel` and `attn_block_tkg_nki_kernel_enabled`, with
+    which the library's answers would be wrong."""
     out_proj_kernel_enabled: _Tuning = None
     """Kernel for the projection after attention."""
     attn_block_tkg_nki_kernel_enabled: _Tuning = None

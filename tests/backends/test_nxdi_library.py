@@ -200,3 +200,21 @@ def test_prompts_that_planning_refuses_stop_the_library(
     mask = torch.ones(1, 1, length, length, dtype=torch.bool)
     with pytest.raises((AssertionError, ValueError), match=problem) if problem else nullcontext():
         kind.perform_prefill(attention, values, values, values, length, 1, mask)
+
+
+def test_llama_s_mlp_gets_the_weights_of_the_norm_before_attention() -> None:
+    """If that is mended upstream, planning need not refuse fused_rmsnorm_skip_gamma with fused_rmsnorm_mlp."""
+    torch = importlib.import_module("torch")
+    names = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    state = {f"layers.0.{name}_proj.weight": torch.ones(1, 2) for name in names}
+    for name, value in (("input", 3.0), ("post_attention", 5.0)):
+        state[f"layers.0.{name}_layernorm.weight"] = torch.full((2,), value)
+    off = ("sequence_parallel_enabled", "fused_qkv", "vocab_parallel", "is_eagle_draft")
+    on = ("fused_rmsnorm_skip_gamma", "mlp_kernel_enabled", "qkv_kernel_enabled")
+    neuron = SimpleNamespace(
+        **dict.fromkeys(off, False), **dict.fromkeys(on, True), tp_degree=1, local_ranks_size=1
+    )
+    kind = library("models.llama.modeling_llama").NeuronLlamaForCausalLM
+    config = SimpleNamespace(neuron_config=neuron, num_hidden_layers=1)
+    made = kind.convert_hf_to_neuron_state_dict(state, config)
+    assert {made[f"layers.0.{name}_proj.weight"][0, 0].item() for name in names} == {3.0}

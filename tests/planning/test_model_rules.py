@@ -1054,6 +1054,23 @@ LAYOUT = [
         {"facts": EXPERTS, "max_rolling_batch_size": 16},
     ),
     ("ep_degree", "error", "cannot use it; remove", {**NXDI, "ep_degree": 2}, {"facts": EXPERTS}),
+    *(
+        (
+            "qkv_cte_nki_kernel_fuse_rope",
+            "error",
+            "rotate queries and keys before their norms",
+            {**NXDI, "facts": of(name), "qkv_cte_nki_kernel_fuse_rope": True},
+            {"facts": of("qwen2")},
+        )
+        for name in ("qwen3", "qwen3_moe")
+    ),
+    (
+        "fused_rmsnorm_skip_gamma",
+        "note",
+        "cannot use it; left out",
+        {**NXDI, "facts": of("qwen3"), "fused_rmsnorm_skip_gamma": True},
+        {"facts": of("llama")},
+    ),
     (
         "async_execution",
         "error",

@@ -203,6 +203,7 @@ GENERAL = [
     ),
 ]
 WHOLE_HEADS = {"attention_layout": "BSH", "group_query_attention": "replicated-heads"}
+SKIP = {"fused_rmsnorm_skip_gamma": True, "fused_rmsnorm_qkv": True, "fuse_qkv": True}
 NORM = {"fused_rmsnorm_qkv": True, "fuse_qkv": True, **WHOLE_HEADS}
 ORDERS = ("mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order")
 BSH = {"cache_layout": "BSH", "n_positions": 512, "max_rolling_batch_size": 4}
@@ -478,6 +479,14 @@ NXDI = [
             {"sequence_parallel": False},
         )
         for part in ("mlp", "qkv")
+    ),
+    *(
+        ("fused_rmsnorm_skip_gamma", "error", {**SKIP, **more}, dict.fromkeys(more, False))
+        for more in (
+            {"fused_rmsnorm_mlp": True},
+            {"sequence_parallel": True},
+            {"attn_block_tkg_nki_kernel_enabled": True},
+        )
     ),
     (
         "strided_context_parallel_kernel_enabled",

@@ -59,7 +59,13 @@ _NO_FLASH_DECODING = frozenset({"shard_over_sequence"})
 # Only llama's layer reads these too.
 _LLAMAS = frozenset(
     {"mlp_cp_degree", "mlp_kernel_fuse_residual_add", "qkv_kernel_fuse_residual_add"}
+    # Only llama's weights are multiplied by those of the norms that its kernels then skip.
+    | {"fused_rmsnorm_skip_gamma"}
 )
+# Source: modules/attention/attention_base.py, prep_qkv_tensors: the norms of the heads come after the kernel.
+_LATE_NORMS = {
+    "qkv_cte_nki_kernel_fuse_rope": "NxD Inference would rotate queries and keys before their norms, not after"
+}
 _NOT_LLAMAS = _NO_FLASH_DECODING | _LLAMAS
 # Of the keywords of experts the older modules/moe.py reads capacity_factor alone.
 _NEW_EXPERTS = frozenset(
@@ -102,8 +108,12 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
     ),
     "mixtral": _MOE,
     "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
-    "qwen3": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
-    "qwen3_moe": replace(_MOE, verified=False, ignored_options=_NOT_LLAMAS, unsupported_options={}),
+    "qwen3": replace(
+        _DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS), unsupported_options=_LATE_NORMS
+    ),
+    "qwen3_moe": replace(
+        _MOE, verified=False, ignored_options=_NOT_LLAMAS, unsupported_options=_LATE_NORMS
+    ),
 }
 NXDI: Final[Mapping[str, Capability]] = {
     # Source: modules/attention/gqa.py: of uneven KV heads it makes copies for all heads, and pads them with the number

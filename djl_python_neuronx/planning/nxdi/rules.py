@@ -128,6 +128,12 @@ _NEEDS = {
 _EXCLUDE = {
     "mlp_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
     "qkv_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
+    # Source: models/llama/modeling_llama.py, convert_hf_to_neuron_state_dict: the MLP's matrices get the weights of the
+    # norm before attention, and with sequence_parallel nothing does, whereas decode steps skip them.
+    "fused_rmsnorm_skip_gamma fused_rmsnorm_mlp": "the MLP would get the weights of another norm",
+    "fused_rmsnorm_skip_gamma sequence_parallel": "decode steps would leave out the norm's weights",
+    # Source: modules/attention/attention_base.py, attention_block_tokengen_nki_kernel.
+    "fused_rmsnorm_skip_gamma attn_block_tkg_nki_kernel_enabled": "the kernel multiplies by the norm's weights again",
     "attn_block_tkg_nki_kernel_enabled shard_over_sequence": "the kernel reads whole sequences",
     "k_cache_transposed shard_over_sequence": "keys that are divided are not transposed",
     # Source: modules/attention/attention_base.py: a core keeps the keys of its own part of a prompt alone, or stops.
