@@ -1268,6 +1268,26 @@ UPSTREAM = {
         {"loader": "nxdi", "facts": of("llama", vocab_size=32002), DEGREE: 4},
         {"on_device_generation": True},
     ),
+    "takes other activations": (
+        "fused_rmsnorm_mlp",
+        {
+            "loader": "nxdi",
+            "device": TRN2,
+            "facts": of("llama", config={"mlp_bias": True, "hidden_act": "silu"}),
+            "fused_rmsnorm_mlp": True,
+        },
+        {"facts": of("llama", config={"mlp_bias": False, "hidden_act": "swish"})},
+    ),
+    "gelu_pytorch_tanh for silu": (
+        "fused_rmsnorm_mlp",
+        {
+            "loader": "nxdi",
+            "device": TRN2,
+            "facts": of("qwen3", config={"hidden_act": "gelu"}),
+            "fused_rmsnorm_mlp": True,
+        },
+        {"fused_rmsnorm_mlp": False},
+    ),
     "gives groups of cores no cache": (
         "attention_dp_degree",
         {

@@ -45,6 +45,19 @@ _LAST_TOKENS = Defect(
     "set on_device_generation=true, and output_logits=true for requests that the host has to sample, or a degree that "
     "divides the vocabulary",
 )
+# Source: models/llama/modeling_llama.py, NeuronLlamaMLP, which mistral, qwen2 and qwen3 take too.
+_MLP_KERNEL = Defect(
+    "the MLP kernel of NxD Inference has no biases, and takes other activations than gelu_pytorch_tanh for silu",
+    lambda options, model: (
+        options.fused_rmsnorm_mlp
+        and (
+            model.config.get("mlp_bias")
+            or model.config.get("hidden_act", "silu") not in {"silu", "swish", "gelu_pytorch_tanh"}
+        )
+    ),
+    ("fused_rmsnorm_mlp",),
+    "leave it out",
+)
 # Source: models/model_base.py: the cache of groups gets no window, and what the layers write there is a ring.
 _NO_RING_OF_GROUPS = Defect(
     "NxD Inference gives groups of cores no cache for the model's window",
@@ -98,18 +111,22 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
             "async_execution": "a step ahead overwrites what the model's sliding window holds"
         },
     ),
-    "llama": Capability(defects=(_YARN_ROUNDED, _LAST_TOKENS), ignored_options=_OF_EXPERTS),
+    "llama": Capability(
+        defects=(_YARN_ROUNDED, _LAST_TOKENS, _MLP_KERNEL), ignored_options=_OF_EXPERTS
+    ),
     "mistral": replace(
         _DENSE,
         window_cache=True,
         # Source: modules/attention/attention_base.py: of a layer with a window the cache is transposed, not the keys.
         ignored_options=_DENSE.ignored_options | {"k_cache_transposed"},
-        defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS),
+        defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS, _MLP_KERNEL),
     ),
     "mixtral": _MOE,
-    "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS)),
+    "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS, _MLP_KERNEL)),
     "qwen3": replace(
-        _DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS), unsupported_options=_LATE_NORMS
+        _DENSE,
+        defects=(_WINDOW_IGNORED, _LAST_TOKENS, _MLP_KERNEL),
+        unsupported_options=_LATE_NORMS,
     ),
     "qwen3_moe": replace(
         _MOE, verified=False, ignored_options=_NOT_LLAMAS, unsupported_options=_LATE_NORMS
