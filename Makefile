@@ -13,6 +13,8 @@ MODEL ?= examples/tiny-llama
 HOST ?= 127.0.0.1
 PORT ?= 8080
 ARGS ?=
+# Processes of `make test`, which steal work from each other; 0: none but pytest itself, for --pdb and for leaks.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -43,8 +45,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(UPGRADE),always)
 serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)
 	$(BIN)/djl-neuronx serve $(MODEL) --host $(HOST) --port $(PORT)
 
-test: $(INSTALLED) ## all tests (ARGS="-k name")
-	$(BIN)/python -m pytest $(ARGS)
+test: $(INSTALLED) ## all tests (ARGS="-k name", JOBS=0 for one process)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 mutants: $(INSTALLED) ## one-line changes that no test notices (ARGS="--seed 1 --count 60")
 	rm -f $(VENV)/mutants.json

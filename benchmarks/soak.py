@@ -63,7 +63,7 @@ from soak_answers import FORMS, MODEL, ROOT, Question, Reply, judge, questions
 from soak_clients import BODIES, CLIENTS, FLOOD, LIMITS, SSE, Case
 
 from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS
-from tests.processes import alive, descendants, engines, read
+from tests.processes import alive, descendants, engines, held_port, read
 
 DEADLINE_S, DJL_DEADLINE_S = 120.0, 300.0
 """Of each request: none waits or runs as long as this. Java keeps back what the model has no place for."""
@@ -169,9 +169,8 @@ class Embedded:
         models: Sequence[Path] = (MODEL,),
     ) -> None:
         """Start it. `program`: arguments of Python that run the command line `djl-neuronx`."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self._held = contextlib.ExitStack()
+        self.port = self._held.enter_context(held_port())
         command = [sys.executable, *program, "serve", *map(str, models)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--drain", str(DRAIN_S)]
         command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -257,11 +256,13 @@ class Embedded:
 
     def end(self) -> int:
         """SIGTERM. Returns the exit status."""
+        self._held.close()
         self.process.terminate()
         return self.process.wait(DRAIN_S + SETTLE_S)
 
     def kill(self) -> None:
         """End it whatever its state; the guard ends the engine."""
+        self._held.close()
         self.process.kill()
         self.process.wait()
 

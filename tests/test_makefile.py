@@ -118,29 +118,69 @@ def test_ci_says_when_no_python_is_old_enough(run, program):
 NIGHTLY = MAKE + 'echo "3 passed, 1 skipped in 0.5s"\n'
 
 
+def summary_of(ran):
+    """Verdict by leg."""
+    lines = ran.stdout.partition("== summary\n")[2].splitlines()
+    return {line.split()[1].rstrip(":"): line.split()[0] for line in lines}
+
+
+RIGS = {"TNX_SRC": "/tnx", "TNX_RIG": "/rig", "NXDI_RIG": "/other"}
+SOURCES = {"NXDI_SRC": "/nxdi", "NXD_SRC": "/nxd", "DJL_SRC": "/djl"}
+
+
 def test_a_nightly_run_lists_what_it_skipped(run, program):
     program("make", NIGHTLY)
     ran, lines = run(str(ROOT / ".ci/nightly"))
     assert ran.returncode == 0, ran.stderr
     assert sum(line.startswith("make test") for line in lines) == 2
-    summary = ran.stdout.partition("== summary\n")[2].splitlines()
-    assert [line.split()[0] for line in summary] == ["passed"] * 3 + ["skipped"] * 3
-    assert "3 passed, 1 skipped in 0.5s" in summary[0]
-    assert "TNX_SRC or TNX_RIG not set" in summary[3]
-    assert "NXDI_SRC, NXD_SRC or NXDI_RIG not set" in summary[4]
-    assert "DJL_SRC not set" in summary[5]
+    verdicts = summary_of(ran)
+    assert [*verdicts.values()] == ["passed"] * 3 + ["skipped"] * 6
+    assert "passed  newest: 3 passed, 1 skipped in 0.5s" in ran.stdout
+    for leg, variable in (
+        ("tnx-steps", "TNX_SRC"),
+        ("nxdi-steps", "NXDI_SRC"),
+        ("djl-src", "DJL_SRC"),
+    ):
+        assert f"skipped {leg}: {variable} is not set" in ran.stdout
 
 
 def test_a_nightly_run_tests_the_checkouts_it_is_given(run, program):
     program("make", '#!/bin/sh\necho "make $* $PYTHONPATH" >> "$LOG"\necho "3 passed in 0.5s"\n')
-    rigs = {"TNX_SRC": "/tnx", "TNX_RIG": "/rig", "NXDI_RIG": "/other"}
-    sources = {"NXDI_SRC": "/nxdi", "NXD_SRC": "/nxd", "DJL_SRC": "/djl"}
-    ran, lines = run(str(ROOT / ".ci/nightly"), **rigs, **sources)
+    ran, lines = run(str(ROOT / ".ci/nightly"), **RIGS, **SOURCES)
     assert ran.returncode == 0, ran.stderr
-    assert "skipped" not in ran.stdout
+    assert set(summary_of(ran).values()) == {"passed"}
+    assert all("JOBS=0" in line for line in lines if "-m tnx" in line or "-m nxdi" in line)
     assert any("-m tnx" in line and line.endswith(" /rig:/tnx/src") for line in lines)
     assert any("-m nxdi" in line and line.endswith(" /other:/nxdi/src:/nxd/src") for line in lines)
     assert any("-m djl_src" in line for line in lines)
+
+
+@pytest.mark.parametrize("rig", ["tnx", "nxdi"])
+def test_the_halves_of_a_rigs_tests_are_all_of_them(run, program, rig):
+    program("make", '#!/bin/sh\necho "make $*" >> "$LOG"\necho "3 passed in 0.5s"\n')
+    _, lines = run(str(ROOT / ".ci/nightly"), f"{rig}-service", f"{rig}-steps", **RIGS, **SOURCES)
+    first, second = (line.partition("--nightly ")[2].split() for line in lines)
+    assert [f"--ignore={name}" for name in first] == second
+    assert len(first) > 2
+    assert all((ROOT / name).is_file() for name in first)
+
+
+def test_nightly_legs_run_alone(run, program):
+    program("make", NIGHTLY)
+    nightly = str(ROOT / ".ci/nightly")
+    listed, _ = run(nightly, "--list")
+    names = listed.stdout.splitlines()
+    everything, _ = run(nightly, **RIGS, **SOURCES)
+    assert [*summary_of(everything)] == names
+    for name in names:
+        alone, lines = run(nightly, name, **RIGS, **SOURCES)
+        assert summary_of(alone) == {name: "passed"}
+        assert len(lines) == 1
+    several, _ = run(nightly, "tnx", **RIGS, **SOURCES)
+    assert [*summary_of(several)] == [name for name in names if name.startswith("tnx-")]
+    wrong, lines = run(nightly, "tnxx")
+    assert (wrong.returncode, lines) == (2, [])
+    assert "no leg 'tnxx'" in wrong.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,4 +190,4 @@ def test_a_nightly_leg_without_a_passed_test_or_with_a_failed_one_fails(run, pro
     program("make", "#!/bin/sh\n" + outcome)
     ran, _ = run(str(ROOT / ".ci/nightly"))
     assert ran.returncode == 1
-    assert "failed  transformers 4.57" in ran.stdout
+    assert summary_of(ran)["tf457"] == "failed"

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -36,6 +35,7 @@ from tests.backends.nxdi_plans import nxdi_plan  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.doubles.device_driver import logits_of, make_rows  # noqa: E402
 from tests.doubles.tiny_models import save_tiny_model  # noqa: E402
+from tests.processes import held_port  # noqa: E402
 
 IDS = [5, 60, 7, 31, 9, 10, 44, 12, 13, 80, 3, 16]
 SAME = 1e-4
@@ -226,14 +226,13 @@ class OnCpu:
     """Modules and weights of NxD Inference as it runs them on a CPU: in this process, one sequence, no graphs."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         os.environ["NXD_CPU_MODE"] = "1"
         plan = nxdi_plan(directory, 1, 48, (48,), (48,), continuous=False)
         try:
-            self.application: Any = nxdi.construct(plan, on_cpu=True)
-            self.application.to_cpu()
+            with held_port() as port:
+                os.environ["MASTER_PORT"] = str(port)
+                self.application: Any = nxdi.construct(plan, on_cpu=True)
+                self.application.to_cpu()
         except Exception as error:
             self.close()
             raise BackendError(str(error)) from error

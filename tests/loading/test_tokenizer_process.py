@@ -275,7 +275,7 @@ def worker_of(tokenizer):
 @pytest.mark.parametrize("text", ["The fox", "The fox " * 10**6])
 def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
     """The kernel's limit does not end it: a stopped process takes no signal but SIGKILL, and reads nothing."""
-    monkeypatch.setattr(tokenizer_process, "FORK_S", 1)
+    monkeypatch.setattr(tokenizer_process, "FORK_S", 3)
     monkeypatch.setattr(
         tokenizer_process, "MOST_SLOW", 0
     )  # it has computed nothing: it is not slow
@@ -292,7 +292,7 @@ def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
 
 @pytest.mark.parametrize("level", ["loader", "library"])
 def test_a_process_that_is_stopped_is_replaced(tmp_path, monkeypatch, caplog, level):
-    monkeypatch.setattr(tokenizer_process, "FORK_S", 1)
+    monkeypatch.setattr(tokenizer_process, "FORK_S", 3)
     folder = write(tmp_path)
     tokenizer = start(folder)
     ids = tokenizer.encode("The fox")

@@ -37,7 +37,7 @@ from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import log_load_failure, setup_logging  # noqa: E402
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
-from tests.processes import PATIENCE_S, wait_until  # noqa: E402
+from tests.processes import PATIENCE_S, held_port, wait_until  # noqa: E402
 from tests.server.raw_http import (  # noqa: E402
     CHUNKED,
     CLOSE,
@@ -799,18 +799,10 @@ class TestAccessLog:
         assert max(map(len, lines)) < 500
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 @contextmanager
 def with_admin(**more: Any) -> Iterator[tuple[Running, str]]:
     """A server with a second port, and the URL of that."""
-    port = free_port()
-    with serving(admin_port=port, **more) as server:
+    with held_port() as port, serving(admin_port=port, **more) as server:
         wait_until(lambda: len(server._server.servers) == 2)
         yield server, f"http://127.0.0.1:{port}"
 

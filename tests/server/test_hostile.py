@@ -805,7 +805,7 @@ if state == "unread":
 class LastTokenizer(ToyTokenizer):
     def encode(self, text, **_):
         on_death(BackendError("the engine is gone"))
-        time.sleep(60)
+        time.sleep(3600)
 
 backend = ToyBackend(spec, step_s=step_s)
 if state == "prefill":
@@ -824,7 +824,7 @@ def load(stage, **given):
     on_death = given["on_death"]
     while state == "load":
         time.sleep(0.1)
-    options = {"max_connections": 20} if state == "burst" else {}
+    options = {"max_connections": 20} if state == "burst" else {"request_body_timeout": 3600}
     service = toy_service(backend, on_death=on_death, **options)
     if state == "death":
         service.tokenizer = LastTokenizer()
@@ -882,18 +882,15 @@ class Program:
             client.sendall(b"GET /ping HTTP/1.0\r\n\r\n")
             return client.recv(65536)
 
-    def end(self, *signals: int) -> tuple[int, str, float]:
-        """Send signals; returns status, log and the seconds from the last of them, or the call, to the end."""
-        sent_s = time.monotonic()
+    def end(self, *signals: int) -> tuple[int, str]:
+        """Send signals; returns status and log."""
         for number in signals:
-            sent_s = time.monotonic()
             self.process.send_signal(number)
             self.wait_for_line("stopped")  # two that come at once are one
         code = self.process.wait(PATIENCE_S)
-        seconds = time.monotonic() - sent_s
         self.wait_for_line("the end")
         self.client.close()
-        return code, self._log, seconds
+        return code, self._log
 
 
 @pytest.mark.parametrize("spare_descriptors", [None, 50])
@@ -920,37 +917,33 @@ def test_probes_and_streams_go_on_in_bursts_of_connections(spare_descriptors: in
     assert reply.count(b'"token"') == 120
     for client in held:
         client.close()
-    code, log, _ = program.end(signal.SIGTERM)
+    code, log = program.end(signal.SIGTERM)
     assert code == 0
     assert "Traceback" not in log
     assert "although a thread still runs" not in log
     assert log.count("connection_not_accepted") == (spare_descriptors is not None)
 
 
-BUSY_S = 10.0
-"""More time for a busy machine; what does not end by itself takes a minute or for ever."""
 STATES = ["load", "body", "unread", "prefill", "device"]
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_stop_ends_within_the_drain_and_two_seconds(state: str) -> None:
+def test_a_stop_ends_after_the_drain_what_would_take_an_hour(state: str) -> None:
     program = Program(state, 0.5)
     client = program.client.dup()
     client.settimeout(PATIENCE_S)
-    code, log, seconds = program.end(signal.SIGTERM)
+    code, log = program.end(signal.SIGTERM)
     if state in {"load", "body", "device"}:
         reply = read_all(client)
         assert b'"backend_unavailable"' in reply or b'"request_aborted"' in reply
     client.close()
     assert (code, "Traceback" in log) == (0, False), log
-    assert seconds < 0.5 + 2 + BUSY_S
 
 
 def test_a_lost_engine_ends_the_process_as_a_signal_does() -> None:
-    """A text is being tokenised, for a minute."""
-    code, log, seconds = Program("death", 0.5).end()
+    """A text is being tokenised, for an hour."""
+    code, log = Program("death", 0.5).end()
     assert (code, "Traceback" in log) == (1, False), log
-    assert seconds < 0.5 + 2 + BUSY_S
 
 
 @pytest.mark.parametrize(
@@ -958,11 +951,10 @@ def test_a_lost_engine_ends_the_process_as_a_signal_does() -> None:
     [("load", signal.SIGTERM), ("unread", signal.SIGINT), ("device", signal.SIGTERM)],
 )
 def test_a_second_signal_ends_at_once(state: str, number: int) -> None:
-    code, log, seconds = Program(state, 60.0).end(number, number)
+    code, log = Program(state, 3600.0).end(number, number)
     # A load has no requests that are drained: the first signal may have ended it.
     assert code in ({128 + number} if state != "load" else {0, 128 + number}), log
     assert "Traceback" not in log
-    assert seconds < 1 + BUSY_S
 
 
 def test_the_default_drain_fits_the_grace_of_thirty_seconds() -> None:
