@@ -3,7 +3,6 @@
 import re
 
 import javaproperties
-import pytest
 from pydantic import ValidationError
 
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
@@ -52,20 +51,23 @@ def test_the_contents_lead_to_the_sections():
     assert PAGE.count("](#") == len(SECTIONS)
 
 
-@pytest.mark.parametrize("name", ServingOptions.model_fields)
-def test_an_option_tells_its_values_names_variables_and_equivalents(name):
-    section, marker = SECTION[name].replace("\n  ", " "), option(name)
-    assert f"- Values: {allowed_values(name)}" in section
-    assert "\n- Default: " in section
-    for word in (*marker.aliases, *marker.env, *marker.to.values()):
-        assert f"`{word}`" in section
-    for backend, facts in NEURON_BACKENDS.items():
-        found = re.search(rf"^- (?:.*; )?{facts.library}: (.*?)(?:;.*)?\.$", section, re.MULTILINE)
-        assert (found is not None) == bool(marker.to)
-        if backend in marker.to:
-            assert found[1] == f"`{marker.to[backend]}`"
-        elif found:
-            assert found[1] == f"not supported ({'ignored' if marker.tunes else 'error'})"
+def test_an_option_tells_its_values_names_variables_and_equivalents(subtests):
+    for name in ServingOptions.model_fields:
+        with subtests.test(name):
+            section, marker = SECTION[name].replace("\n  ", " "), option(name)
+            assert f"- Values: {allowed_values(name)}" in section
+            assert "\n- Default: " in section
+            for word in (*marker.aliases, *marker.env, *marker.to.values()):
+                assert f"`{word}`" in section
+            for backend, facts in NEURON_BACKENDS.items():
+                found = re.search(
+                    rf"^- (?:.*; )?{facts.library}: (.*?)(?:;.*)?\.$", section, re.MULTILINE
+                )
+                assert (found is not None) == bool(marker.to)
+                if backend in marker.to:
+                    assert found[1] == f"`{marker.to[backend]}`"
+                elif found:
+                    assert found[1] == f"not supported ({'ignored' if marker.tunes else 'error'})"
 
 
 def taken(name, value):
@@ -76,15 +78,18 @@ def taken(name, value):
     return True
 
 
-@pytest.mark.parametrize("name", ServingOptions.model_fields)
-def test_values_that_a_text_names_are_values(name):
+def test_values_that_a_text_names_are_values(subtests):
     """``attention_layout=BSH`` in some option's text has to be an option and a value of it."""
-    text = document.descriptions()[name]
-    for other, value in re.findall(r"`(\w+)=([^`]+)`", text):
-        assert taken(NAMES[other], value), (name, other, value)
-    for word in re.findall(r"`(\w+_\w+)`", text):
-        known = word in NAMES or word.isupper() or word in allowed_values(name)
-        assert known or word in {"block_size", "act_fn", "async_mode", *HYBRID}, (name, word)
+    for name, text in document.descriptions().items():
+        with subtests.test(name):
+            for other, value in re.findall(r"`(\w+)=([^`]+)`", text):
+                assert taken(NAMES[other], value), (name, other, value)
+            for word in re.findall(r"`(\w+_\w+)`", text):
+                known = word in NAMES or word.isupper() or word in allowed_values(name)
+                assert known or word in {"block_size", "act_fn", "async_mode", *HYBRID}, (
+                    name,
+                    word,
+                )
 
 
 HYBRID = ("moe_cte_tp_degree", "moe_cte_ep_degree", "moe_tkg_tp_degree", "moe_tkg_ep_degree")

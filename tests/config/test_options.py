@@ -35,64 +35,70 @@ def test_the_table_has_every_option_and_no_other():
     assert all(row.good and row.bad for row in TABLE.values())
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_good_values(name):
-    for text, value in TABLE[name].good:
-        found = read(name, text)
-        assert (found, type(found)) == (value, type(value)), text
+def test_good_values(subtests):
+    for name in TABLE:
+        with subtests.test(name):
+            for text, value in TABLE[name].good:
+                found = read(name, text)
+                assert (found, type(found)) == (value, type(value)), text
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_bad_values(name):
-    for text in TABLE[name].bad:
-        with pytest.raises(ValidationError) as caught:
-            read(name, text)
-        assert {error["loc"][0] for error in caught.value.errors(include_url=False)} == {name}, text
+def test_bad_values(subtests):
+    for name in TABLE:
+        with subtests.test(name):
+            for text in TABLE[name].bad:
+                with pytest.raises(ValidationError) as caught:
+                    read(name, text)
+                assert {error["loc"][0] for error in caught.value.errors(include_url=False)} == {
+                    name
+                }, text
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_other_names_and_variables(name):
-    assert option(name).aliases == TABLE[name].also
-    assert option(name).env == TABLE[name].env
-    assert all(NAMES[other] == name for other in (name, *TABLE[name].also))
+def test_other_names_and_variables(subtests):
+    for name in TABLE:
+        with subtests.test(name):
+            assert option(name).aliases == TABLE[name].also
+            assert option(name).env == TABLE[name].env
+            assert all(NAMES[other] == name for other in (name, *TABLE[name].also))
 
 
-@pytest.mark.parametrize(
-    ("name", "variable"), [(name, variable) for name, row in TABLE.items() for variable in row.env]
-)
-def test_a_variable_stands_in(name, variable):
-    text, value = TABLE[name].good[0]
-    environ = {variable: str(text), "HF_MODEL_ID": str(text)}
-    settings = [
-        *sources.from_fallbacks(sources.Inputs(environ), ()),
-        *sources.from_hub(sources.Inputs(environ), ()),
-    ]
-    (setting,) = (entry for entry in settings if entry.origin == f"environment {variable}")
-    translated = TRANSLATED.get(setting.name)
-    if translated is None:
-        assert setting.name == name
-        assert read(name, setting.value) == value
-    else:
-        assert (translated.option, translated.values["true"]) == (name, "static_int8")
+def test_a_variable_stands_in(subtests):
+    variables = [(name, variable) for name in TABLE for variable in TABLE[name].env]
+    for name, variable in variables:
+        with subtests.test(variable):
+            text, value = TABLE[name].good[0]
+            environ = {variable: str(text), "HF_MODEL_ID": str(text)}
+            settings = [
+                *sources.from_fallbacks(sources.Inputs(environ), ()),
+                *sources.from_hub(sources.Inputs(environ), ()),
+            ]
+            (setting,) = (entry for entry in settings if entry.origin == f"environment {variable}")
+            translated = TRANSLATED.get(setting.name)
+            if translated is None:
+                assert setting.name == name
+                assert read(name, setting.value) == value
+            else:
+                assert (translated.option, translated.values["true"]) == (name, "static_int8")
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_the_allowed_values_are_told_in_words(name):
-    words = allowed_values(name)
-    assert words
-    assert "None" not in words
-    of_types = {
-        entry.words
-        for kind in vars(values).values()
-        for entry in getattr(kind, "__metadata__", ())
-        if isinstance(entry, values.Allowed)
-    }
-    if option(name).allowed == "" and words not in of_types:
-        # The type tells them: each of them is taken, and each value is among them.
-        listed = words.replace(" or ", ", ").split(", ")
-        assert {read(name, word) for word in listed} == {
-            value for _, value in TABLE[name].good if value is not None
-        }
+def test_the_allowed_values_are_told_in_words(subtests):
+    for name in TABLE:
+        with subtests.test(name):
+            words = allowed_values(name)
+            assert words
+            assert "None" not in words
+            of_types = {
+                entry.words
+                for kind in vars(values).values()
+                for entry in getattr(kind, "__metadata__", ())
+                if isinstance(entry, values.Allowed)
+            }
+            if option(name).allowed == "" and words not in of_types:
+                # The type tells them: each of them is taken, and each value is among them.
+                listed = words.replace(" or ", ", ").split(", ")
+                assert {read(name, word) for word in listed} == {
+                    value for _, value in TABLE[name].good if value is not None
+                }
 
 
 def test_no_name_means_two_things():

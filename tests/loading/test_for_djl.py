@@ -42,22 +42,24 @@ def served_elsewhere(settings, folder):
     return read(folder)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in LOCAL])
-def test_every_option_reads_back_with_its_value(tmp_path, name):
-    texts = [text for text, _ in TABLE[name].good if isinstance(text, str)]
-    for i, text in enumerate(texts):
-        source = tmp_path / f"source-{i}"
-        source.mkdir()
-        if option(name).djl.reads:  # Java does not read every spelling
-            settings = read(source, **{name: text})
-        else:
-            (source / "serving.properties").write_bytes(properties_file({name: text}))
-            settings = read(source)
-        found = served_elsewhere(settings, tmp_path / f"out-{i}")
-        expected = settings.options.model_dump(exclude={"model_dir"})
-        if name not in {"rolling_batch", "async_mode", "batch_size"}:
-            expected["async_mode"] = True  # which recent versions of DJL Serving need
-        assert found.options.model_dump(exclude={"model_dir"}) == expected, text
+def test_every_option_reads_back_with_its_value(tmp_path, subtests):
+    written = [(name, text) for name in TABLE if name not in LOCAL for text, _ in TABLE[name].good]
+    for i, (name, text) in enumerate(written):
+        if not isinstance(text, str):
+            continue
+        with subtests.test(f"{name}={text}"):
+            source = tmp_path / f"source-{i}"
+            source.mkdir()
+            if option(name).djl.reads:  # Java does not read every spelling
+                settings = read(source, **{name: text})
+            else:
+                (source / "serving.properties").write_bytes(properties_file({name: text}))
+                settings = read(source)
+            found = served_elsewhere(settings, tmp_path / f"out-{i}")
+            expected = settings.options.model_dump(exclude={"model_dir"})
+            if name not in {"rolling_batch", "async_mode", "batch_size"}:
+                expected["async_mode"] = True  # which recent versions of DJL Serving need
+            assert found.options.model_dump(exclude={"model_dir"}) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if option(name).env and name not in LOCAL])

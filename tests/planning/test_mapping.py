@@ -116,22 +116,23 @@ def is_real(name, loader):
 
 
 @pytest.mark.parametrize("loader", LIBRARIES)
-@pytest.mark.parametrize("name", TABLE)
-def test_each_option_becomes_what_its_row_says(name, loader):
-    row, marker = TABLE[name], option(name)
-    expected = getattr(row, loader)
-    options = given(**{name: row.good[0][0]})
-    extra = gained(options, loader)
-    missing = name in unsupported_options(options, loader)
-    if isinstance(expected, dict):
-        assert extra == expected
-        assert not missing
-    else:
-        assert extra == {}
-        assert missing == (expected in {LEFT_OUT, REFUSED})
-        assert marker.tunes == (expected == LEFT_OUT) or expected in {OURS, BACKEND, ANYWAY}
-        assert (loader in marker.to) == (expected == BACKEND) or expected == REFUSED
-        assert bool(marker.to) == (expected != OURS)
+def test_each_option_becomes_what_its_row_says(loader, subtests):
+    for name in TABLE:
+        with subtests.test(name):
+            row, marker = TABLE[name], option(name)
+            expected = getattr(row, loader)
+            options = given(**{name: row.good[0][0]})
+            extra = gained(options, loader)
+            missing = name in unsupported_options(options, loader)
+            if isinstance(expected, dict):
+                assert extra == expected
+                assert not missing
+            else:
+                assert extra == {}
+                assert missing == (expected in {LEFT_OUT, REFUSED})
+                assert marker.tunes == (expected == LEFT_OUT) or expected in {OURS, BACKEND, ANYWAY}
+                assert (loader in marker.to) == (expected == BACKEND) or expected == REFUSED
+                assert bool(marker.to) == (expected != OURS)
 
 
 @pytest.mark.parametrize("loader", LIBRARIES)
@@ -197,24 +198,25 @@ def outcome(keyword):
     return "option" if keyword in OPTIONS else "through"
 
 
-@pytest.mark.parametrize("keyword", sorted(set(every_keyword())))
-def test_each_keyword_of_the_libraries_is_accounted_for(keyword):
+def test_each_keyword_of_the_libraries_is_accounted_for(subtests):
     """An option, refused with a reason, or left to the library on purpose."""
-    outer, _, inner = keyword.partition(".")
-    value = SAMPLES.get(keyword, "7")
-    _, origins, texts = with_override({outer: {inner: value} if inner else value})
-    mine = [name for name, origin in origins.items() if origin.endswith(f": {keyword}")]
-    if inner and outer in SAMPLED:
-        mine = [name for name, origin in origins.items() if origin.endswith(f": {outer}")]
-    mine += [text for text in texts["error"] if f": {keyword})" in text]
-    expected = outcome(keyword)
-    assert bool(mine) == (
-        expected == "option" or (inner != "" and expected == "through" and outer in SAMPLED)
-    )
-    refused = expected == "refused" or keyword in OBJECTS
-    assert any(f"{inner or outer}: " in text for text in texts["error"]) == refused
-    handed = {name for names in LEFT_TO_OVERRIDES.values() for name in names.split()}
-    assert (keyword in handed) == (expected == "through")
+    for keyword in sorted(set(every_keyword())):
+        with subtests.test(keyword):
+            outer, _, inner = keyword.partition(".")
+            value = SAMPLES.get(keyword, "7")
+            _, origins, texts = with_override({outer: {inner: value} if inner else value})
+            mine = [name for name, origin in origins.items() if origin.endswith(f": {keyword}")]
+            if inner and outer in SAMPLED:
+                mine = [name for name, origin in origins.items() if origin.endswith(f": {outer}")]
+            mine += [text for text in texts["error"] if f": {keyword})" in text]
+            expected = outcome(keyword)
+            assert bool(mine) == (
+                expected == "option" or (inner != "" and expected == "through" and outer in SAMPLED)
+            )
+            refused = expected == "refused" or keyword in OBJECTS
+            assert any(f"{inner or outer}: " in text for text in texts["error"]) == refused
+            handed = {name for names in LEFT_TO_OVERRIDES.values() for name in names.split()}
+            assert (keyword in handed) == (expected == "through")
 
 
 def test_every_name_in_the_tables_is_a_keyword():
@@ -224,17 +226,18 @@ def test_every_name_in_the_tables_is_a_keyword():
 
 
 @pytest.mark.parametrize("loader", LIBRARIES)
-@pytest.mark.parametrize("name", TABLE)
-def test_what_an_option_hands_to_a_library_is_that_option_as_an_override(name, loader):
-    written = given(**{name: TABLE[name].good[0][0]})
-    config = gained(written, loader).get("neuron_config", {})
-    keywords = {key: value for key, value in config.items() if value is not None}
-    if not keywords or name in COMPUTED:
-        return
-    options, origins, texts = with_override(keywords, DRAFT if "specul" in name else ())
-    assert all("not served in this version" in text for text in texts["error"])
-    assert getattr(options, name) == getattr(written, name)
-    assert "override_neuron_config in" in origins[name]
+def test_what_an_option_hands_to_a_library_is_that_option_as_an_override(loader, subtests):
+    for name in TABLE:
+        with subtests.test(name):
+            written = given(**{name: TABLE[name].good[0][0]})
+            config = gained(written, loader).get("neuron_config", {})
+            keywords = {key: value for key, value in config.items() if value is not None}
+            if not keywords or name in COMPUTED:
+                continue
+            options, origins, texts = with_override(keywords, DRAFT if "specul" in name else ())
+            assert all("not served in this version" in text for text in texts["error"])
+            assert getattr(options, name) == getattr(written, name)
+            assert "override_neuron_config in" in origins[name]
 
 
 def test_nothing_set_gives_nothing():

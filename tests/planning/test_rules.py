@@ -678,45 +678,41 @@ def test_what_a_later_version_serves_is_refused(name):
     assert "tnx" in option(name).to
 
 
-@pytest.mark.parametrize(
-    ("loader", "rule"),
-    [
-        *(pytest.param("", rule, id=rule.names[0]) for rule in RULES),
-        *(
-            pytest.param(loader, rule, id=f"{loader}-{rule.names[0]}")
-            for loader, its in BACKEND_RULES.items()
-            for rule in its
-        ),
-    ],
-)
-def test_every_rule_is_in_the_table(loader, rule):
-    rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
-    rows += [({name: value}, {name: LEFT_OUT[name]}) for name, value in LATER.items()]
-    assert any(
-        rule.holds(options(**broken)) and not rule.holds(options(**{**broken, **mended}))
-        for broken, mended in rows
-    )
+EVERY_RULE = [
+    *(("", rule) for rule in RULES),
+    *((loader, rule) for loader, its in BACKEND_RULES.items() for rule in its),
+]
 
 
-@pytest.mark.parametrize(
-    "rule", [*RULES, *(rule for its in BACKEND_RULES.values() for rule in its)]
-)
-def test_a_rule_names_options_and_the_way_out(rule):
-    assert set(rule.names) <= ServingOptions.model_fields.keys()
-    assert len(set(rule.names)) == len(rule.names)
-    ways = (
-        "set ",
-        "leave ",
-        "lower ",
-        "raise ",
-        "give ",
-        "expected ",
-        "change ",
-        "taken as",
-        "has to",
-    )
-    assert any(way in rule.problem for way in ways), f"say what to do, with one of {ways}"
-    assert not rule.problem.endswith("."), "part of a sentence: no full stop"
+def test_every_rule_is_in_the_table(subtests):
+    for loader, rule in EVERY_RULE:
+        with subtests.test("-".join((loader, rule.names[0]))):
+            rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
+            rows += [({name: value}, {name: LEFT_OUT[name]}) for name, value in LATER.items()]
+            assert any(
+                rule.holds(options(**broken)) and not rule.holds(options(**{**broken, **mended}))
+                for broken, mended in rows
+            )
+
+
+def test_a_rule_names_options_and_the_way_out(subtests):
+    for _, rule in EVERY_RULE:
+        with subtests.test(rule.names[0]):
+            assert set(rule.names) <= ServingOptions.model_fields.keys()
+            assert len(set(rule.names)) == len(rule.names)
+            ways = (
+                "set ",
+                "leave ",
+                "lower ",
+                "raise ",
+                "give ",
+                "expected ",
+                "change ",
+                "taken as",
+                "has to",
+            )
+            assert any(way in rule.problem for way in ways), f"say what to do, with one of {ways}"
+            assert not rule.problem.endswith("."), "part of a sentence: no full stop"
 
 
 @pytest.mark.parametrize("loader", BACKEND_RULES)
