@@ -189,13 +189,18 @@ def test_unknown_cores():
     assert place([Need("m", 2, "max")], limited) == [("0-1", "2-3")]
 
 
-MODELS = sorted((Path(__file__).parent / "models").glob("*.json"))
+MODELS = Path(__file__).parent / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 
-@pytest.mark.parametrize("machine", INSTANCES)
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_each_model_fills_each_machine_with_what_its_degree_leaves_room_for(model, machine):
-    facts = ModelFacts.from_config(json.loads(model.read_text()))
+def test_each_model_fills_each_machine_with_what_its_degree_leaves_room_for(subtests):
+    for case in itertools.product(NAMES, INSTANCES):
+        with subtests.test(str(case)):
+            check_copies(*case)
+
+
+def check_copies(model, machine):
+    facts = ModelFacts.from_config(json.loads((MODELS / f"{model}.json").read_text()))
     device = named(machine)
     for replicas in ("max", 2):
         options = ServingOptions(model_id="m", model_loader="tnx", replicas=replicas)

@@ -133,10 +133,12 @@ class TestOnDevices:
         else:
             assert chosen(name, machine) == plan
 
-    @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
-    @pytest.mark.parametrize("machine", INSTANCES)
-    @pytest.mark.parametrize("name", NAMES)
-    def test_each_model_on_each_machine_has_a_legal_plan_or_none_fits(self, name, machine, loader):
+    def test_each_model_on_each_machine_has_a_legal_plan_or_none_fits(self, subtests):
+        for case in itertools.product(NAMES, INSTANCES, ("tnx", "nxdi")):
+            with subtests.test(str(case)):
+                self.check_plan(*case)
+
+    def check_plan(self, name, machine, loader):
         device = named(machine)
         options = filled(name, machine, loader)
         degree = options.tensor_parallel_degree
@@ -257,11 +259,12 @@ class TestDegree:
         )
         assert (few.tensor_parallel_degree, many.tensor_parallel_degree) == (4, 2)
 
-    @pytest.mark.parametrize("slots", [None, 1, 32])
-    @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
-    @pytest.mark.parametrize("visible", [1, 2, 8, 13, 24])
-    @pytest.mark.parametrize("name", NAMES)
-    def test_no_other_that_holds_the_model_reads_less_in_a_step(self, name, visible, loader, slots):
+    def test_no_other_that_holds_the_model_reads_less_in_a_step(self, subtests):
+        for case in itertools.product(NAMES, (1, 2, 8, 13, 24), ("tnx", "nxdi"), (None, 1, 32)):
+            with subtests.test(str(case)):
+                self.check_reads(*case)
+
+    def check_reads(self, name, visible, loader, slots):
         device = replace(named("inf2.48xlarge"), visible_cores=visible)
         facts, given = facts_of(name), {} if slots is None else {"max_rolling_batch_size": slots}
         options = filled(facts, device, loader, **given)
@@ -313,9 +316,12 @@ class TestDegreeOfCopies:
             options = filled(name, machine, "nxdi", replicas=replicas, **values)
             assert options.tensor_parallel_degree == degree
 
-    @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("machine", INSTANCES)
-    def test_no_other_degree_gives_the_machine_more_slots(self, name, machine):
+    def test_no_other_degree_gives_the_machine_more_slots(self, subtests):
+        for case in itertools.product(NAMES, INSTANCES):
+            with subtests.test(str(case)):
+                self.check_slots(*case)
+
+    def check_slots(self, name, machine):
         facts, device = facts_of(name), named(machine)
 
         def slots(degree):
