@@ -1065,6 +1065,16 @@ LAYOUT = [
         )
         for name in ("qwen3", "qwen3_moe")
     ),
+    *(
+        (
+            "vocab_parallel",
+            "note",
+            "cannot use it; left out",
+            {**NXDI, "facts": of(name), "vocab_parallel": True},
+            {"facts": of("llama")},
+        )
+        for name in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+    ),
     (
         "fused_rmsnorm_skip_gamma",
         "note",

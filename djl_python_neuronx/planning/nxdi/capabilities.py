@@ -80,6 +80,9 @@ _LATE_NORMS = {
     "qkv_cte_nki_kernel_fuse_rope": "NxD Inference would rotate queries and keys before their norms, not after"
 }
 _NOT_LLAMAS = _NO_FLASH_DECODING | _LLAMAS
+# Source: models/model_base.py, process_sequence_parallel_hidden_states: the embeddings of all cores are added up with
+# vocab_parallel, also those of classes that give each core all of them.
+_WHOLE_EMBEDDINGS = _NOT_LLAMAS | {"vocab_parallel"}
 # Of the keywords of experts the older modules/moe.py reads capacity_factor alone.
 _NEW_EXPERTS = frozenset(
     {
@@ -95,11 +98,11 @@ _OF_EXPERTS = _NEW_EXPERTS | {"capacity_factor", "ep_degree"}
 # Layers of experts are built of parallel linear layers and an embedding that pad nothing.
 _MOE = Capability(
     degree_divides=("hidden_size", "intermediate_size", "vocab_size"),
-    ignored_options=_NOT_LLAMAS | _NEW_EXPERTS,
+    ignored_options=_WHOLE_EMBEDDINGS | _NEW_EXPERTS,
     unsupported_options={"ep_degree": "NxD Inference fails to divide its experts into groups"},
     defects=(_WINDOW_IGNORED,),
 )
-_DENSE = Capability(ignored_options=_NOT_LLAMAS | _OF_EXPERTS)
+_DENSE = Capability(ignored_options=_WHOLE_EMBEDDINGS | _OF_EXPERTS)
 
 _OF_EACH: Final[Mapping[str, Capability]] = {
     "dbrx": replace(_MOE, verified=False, defects=()),
@@ -129,7 +132,7 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         unsupported_options=_LATE_NORMS,
     ),
     "qwen3_moe": replace(
-        _MOE, verified=False, ignored_options=_NOT_LLAMAS, unsupported_options=_LATE_NORMS
+        _MOE, verified=False, ignored_options=_WHOLE_EMBEDDINGS, unsupported_options=_LATE_NORMS
     ),
 }
 NXDI: Final[Mapping[str, Capability]] = {
