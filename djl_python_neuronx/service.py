@@ -253,7 +253,6 @@ class Service:
             headers=headers or {},
             path=path,
             options=self.options,
-            custom=self.custom,
             max_model_len=self.loop.spec.max_model_len,
             vocab_size=self.loop.spec.vocab_size,
             max_prompt_chars=self._max_prompt_chars,
@@ -262,7 +261,7 @@ class Service:
             has_logprobs=Want.LOGITS in self.loop.spec.outputs,
         )
         try:
-            return parse_body(body, context, payload)
+            return parse_body(body, context, payload, self.custom)
         except ServingError as error:
             self._recorder.rejected(error)
             raise

@@ -18,6 +18,7 @@ from djl_python_neuronx.protocol.base import (
     named_model,
 )
 from djl_python_neuronx.protocol.bedrock import BedrockProtocol
+from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.protocol.openai_chat import ChatProtocol
 from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
@@ -88,9 +89,12 @@ def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> 
 
 
 def parse_body(
-    body: bytes, context: ParseContext, payload: dict[str, Any] | None = None
+    body: bytes,
+    context: ParseContext,
+    payload: dict[str, Any] | None = None,
+    custom: CustomFormatters | None = None,
 ) -> ParsedRequest:
-    """Parse a JSON body, or one of type text/plain, which is a prompt, with the formatters of `model.py` around it.
+    """Parse a JSON body, or one of type text/plain, which is a prompt, with the `custom` formatters around it.
 
     `payload`: what `decode` has made of it, if it has.
 
@@ -107,8 +111,8 @@ def parse_body(
     def decoded(*_: object) -> dict[str, Any]:
         return decode(body, context.headers) if payload is None else payload
 
-    if context.custom is not None and context.path not in TokenizeProtocol.paths:
-        return context.custom.parse(body, context, decoded, _parse)
+    if custom is not None and context.path not in TokenizeProtocol.paths:
+        return custom.parse(body, context, decoded, _parse)
     return _parse(decoded(), context)
 
 

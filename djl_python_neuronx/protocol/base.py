@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -28,9 +28,6 @@ from djl_python_neuronx.errors import (
     json_type,
 )
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
-
-if TYPE_CHECKING:
-    from djl_python_neuronx.protocol.custom import CustomFormatters
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -105,8 +102,6 @@ class ParseContext:
     path: str = ""
     """Path of the URL; empty under DJL Serving, where the body alone selects the protocol."""
     options: ServingOptions = field(default_factory=ServingOptions)
-    custom: CustomFormatters | None = None
-    """The formatters of `model.py`, if it has any."""
     max_model_len: int = 0
     """Tokens of prompt and output together."""
     vocab_size: int = 0
@@ -319,10 +314,6 @@ class Serving(Protocol):
     @property
     def loop(self) -> Replicas:
         """The copies that requests are submitted to."""
-
-    @property
-    def custom(self) -> CustomFormatters | None:
-        """The formatters of `model.py`, if it has any."""
 
     @property
     def threads(self) -> Executor:

@@ -155,10 +155,8 @@ class Rejection:
     error: ServingError
     protocol: str = ""
     """The wire protocol of the request, if it could be parsed."""
-    stream: bool = False
-    ready: bool = True
-    finished: bool = True
-    taken: bool = True
+    stream = False
+    ready = finished = taken = True
 
     def take(self) -> Record:
         """The error."""
@@ -170,10 +168,7 @@ class Admission:
     """A request that is being parsed, with the attributes of a `Reply`."""
 
     parsing: Future[ParsedRequest]
-    stream: bool = False
-    ready: bool = False
-    finished: bool = False
-    taken: bool = False
+    stream = ready = finished = taken = False
 
     def take(self) -> Record:
         """Nothing yet."""

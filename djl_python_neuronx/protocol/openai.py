@@ -52,6 +52,9 @@ _FINISH_REASONS: Mapping[FinishReason | None, str] = {
 }
 _STATUS = {"prompt_too_long": 400, "step_error": 500, "formatter_error": 500}
 _CODES = {"prompt_too_long": "context_length_exceeded"}
+_Choice = Mapping[str, Any]
+_Logprobs = Any
+"""The log-probabilities of a choice, of a type of its endpoint; None if the client does not want them."""
 
 
 class Usage(TypedDict):
@@ -175,27 +178,17 @@ class OpenAiShape(Shape):
         self._done = [orjson.Fragment(b"[DONE]")] if stream == "sse" else []
 
     @abstractmethod
-    def choice(
-        self,
-        answer: Answer,
-        index: int,
-        logprobs: Any,  # noqa: ANN401
-        reason: str,
-    ) -> Mapping[str, Any]:
+    def choice(self, answer: Answer, index: int, logprobs: _Logprobs, reason: str) -> _Choice:
         """A choice of a whole answer."""
 
     @abstractmethod
     def part(
-        self,
-        event: Event,
-        index: int,
-        logprobs: Any,  # noqa: ANN401
-        reason: str | None,
-    ) -> Mapping[str, Any] | None:
+        self, event: Event, index: int, logprobs: _Logprobs, reason: str | None
+    ) -> _Choice | None:
         """The choice of a stream for an event; None if it has none."""
 
     @abstractmethod
-    def logprobs(self, index: int, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> _Logprobs:
         """The log-probabilities of a sequence's next tokens."""
 
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
