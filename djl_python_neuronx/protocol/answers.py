@@ -74,23 +74,18 @@ class Answer:
         """None until the end."""
         self._texts = [text]
         self._keeps_tokens = keeps_tokens
-        self._starts = True
+        self._start: list[Event] = [StartEvent(text)]
 
-    def add(self, delta: Delta) -> None:
-        """Add a delta."""
+    def take(self, delta: Delta) -> list[Event]:
+        """Parse a delta, and keep what a whole answer needs. Returns its events, for a stream."""
+        events, self._start = self._start, []
+        events.append(TextEvent(delta.text, delta.tokens))
         self._texts.append(delta.text)
         if self._keeps_tokens:
             self.tokens += delta.tokens
         self.num_tokens = delta.num_generated_tokens
-        self.finish_reason = delta.finish_reason
-
-    def events(self, delta: Delta) -> list[Event]:
-        """The events of the delta that was just added."""
-        events: list[Event] = [TextEvent(delta.text, delta.tokens)]
-        if self._starts:
-            self._starts = False
-            events.insert(0, StartEvent(self._texts[0]))
         if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
             events.append(EndEvent(delta.finish_reason, delta.error))
         return events
 
@@ -122,7 +117,10 @@ class Shape(ABC):
 
     @abstractmethod
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
-        """Write an event of a stream to the parts of its step. The `answer` has the whole step."""
+        """Write an event of a stream to the parts of its step; one that the format lacks is left out.
+
+        The `answer` has taken the whole step already.
+        """
 
     def error(self, error: ServingError) -> Mapping[str, Any]:
         """An answer that is an error as a whole."""
@@ -153,11 +151,11 @@ class AnswerFormatter:
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
         answer, group = self._answers[delta.request_id]
-        answer.add(delta)
+        events = answer.take(delta)
         if not self._streams:
             return self._whole(group, delta) if delta.finished else b""
         parts: list[Any] = []
-        for event in answer.events(delta):
+        for event in events:
             self._shape.write(answer, event, parts)
         content = b""
         for part in parts:

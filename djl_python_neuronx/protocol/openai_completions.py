@@ -14,7 +14,7 @@ from djl_python_neuronx.errors import (
     UnsupportedParameterError,
     json_type,
 )
-from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, StartEvent
+from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, StartEvent, TextEvent
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     OpenAiErrorBody,
@@ -92,8 +92,11 @@ class CompletionShape(OpenAiShape):
         self, event: Event, index: int, logprobs: CompletionLogprobs | None, reason: str | None
     ) -> CompletionChoice | None:
         """See `OpenAiShape`. The start has a part if there is a prompt to repeat."""
-        text = "" if isinstance(event, EndEvent) else event.text
-        if isinstance(event, StartEvent) and not text:
+        if isinstance(event, EndEvent):
+            text = ""
+        elif isinstance(event, TextEvent) or (isinstance(event, StartEvent) and event.text):
+            text = event.text
+        else:
             return None
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 

@@ -27,7 +27,7 @@ from djl_python_neuronx.protocol.base import (
     ParsedRequest,
 )
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason
+from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.protocol.parsing import parse
 
@@ -106,7 +106,11 @@ def test_every_parameter_arrives() -> None:
         ignore_eos=True,
         max_time=2.5,
         details=True,
+        top_n_tokens=2,
     ).request
+    default = GenerationRequest("", ())
+    same = {name for name, value in vars(request).items() if value == vars(default)[name]}
+    assert same == {"adapter", "client_id", "prompt_name"}, "give the others another value"
     assert vars(request.sampling) == sampling
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
