@@ -70,10 +70,15 @@ def test_the_environment_is_read_in_two_places_only():
                 "_get_upgrade",
                 "_unset_keepalive_if_required",
                 "timeout_keep_alive_task",
-                "cycle",
-                "flow",
+                "timeout_keep_alive",
             },
             "upgrades are ignored, and limits of time replace its own",
+        ),
+        (
+            "uvicorn",
+            "uvicorn.protocols.http.h11_impl:H11Protocol",
+            {"app", "client", "conn", "connections", "cycle", "on_response_complete", "scheme"},
+            "its parser and its app are replaced, and its connections are counted",
         ),
         (
             "uvicorn",

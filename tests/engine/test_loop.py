@@ -13,16 +13,14 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-import orjson
 import pytest
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import (
-    REQUEST,
     SPEC,
     EngineState,
     Link,
@@ -42,8 +40,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import EngineRequest, FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.engine.loops import (
@@ -746,40 +743,6 @@ def test_what_waits_too_long_for_an_engine_is_not_left_with_one() -> None:
         hosts[0].receive("add")
         only(loop)._delivery.expire(-math.inf)  # as if the engine had become ready just then
         assert hosts[0].receive("abort") == "a"
-
-
-@pytest.mark.parametrize("facts", [{}, {"temperatures": (0.01, None)}, {"eos_ids": frozenset()}])
-def test_the_front_gets_the_facts_of_the_model(facts: dict[str, Any]) -> None:
-    spec = replace(TOY_SPEC, **facts)
-    sent = orjson.dumps(SPEC.dump_python(spec, mode="json"))
-    assert SPEC.validate_python(orjson.loads(sent)) == spec
-
-
-def test_every_field_of_a_request_reaches_the_engine() -> None:
-    sampling = SamplingParams(
-        temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=2**64 - 1
-    )
-    meant = EngineRequest(
-        "a", [5, 6], sampling, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
-        adapter=1, client_id="theirs",
-    )  # fmt: skip
-    default = EngineRequest("", [])
-    for given, usual in ((meant, default), (sampling, default.sampling)):
-        same = [one.name for one in fields(given) if getattr(given, one.name) == getattr(usual, one.name)]  # fmt: skip
-        assert not same, "give these another value than their default"
-    own = {**vars(meant), "stop_token_ids": frozenset({3})}
-    front, end = map(Link, socket.socketpair())
-    front.send_encoded(encode_request(GenerationRequest(**own, stop_strings=("end",)), [4]))
-    front.close()
-    kind, content = end.receive() or ()
-    end.close()
-    assert (kind, REQUEST.validate_python(content)) == ("add", meant)
-
-
-def test_a_request_for_more_than_a_device_can_count_reaches_the_engine() -> None:
-    asked = EngineRequest("a", [5], SamplingParams(top_k=10**30), 10**30)
-    got = REQUEST.validate_python(orjson.loads(encode_request(asked))[1])
-    assert (got.sampling.top_k, got.max_new_tokens) == (2**31 - 1, 2**31 - 1)
 
 
 def test_a_worker_that_cannot_load_says_so_and_frees_its_descriptor() -> None:
