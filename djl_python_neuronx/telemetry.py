@@ -63,7 +63,7 @@ METRICS: dict[str, Metric] = {
     ),
     "sampling_steps_total": Metric(
         "counter",
-        "Steps by where their tokens were sampled.",
+        "Steps, by the place of sampling: host, device or mixed.",
         ("place",),
     ),
     "draft_tokens_total": Metric("counter", "Draft tokens verified by the model."),

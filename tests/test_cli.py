@@ -186,7 +186,7 @@ def test_keys_are_read_again_with_the_models(serve_several, tmp_path, monkeypatc
         assert api_keys == read_keys(str(file), None) != []
         kept = [*api_keys]
         file.write_text("")
-        with pytest.raises(ConfigError, match="there is no API key"):
+        with pytest.raises(ConfigError, match="it has no API key"):
             prepare()
         assert api_keys == kept
         return 0

@@ -16,7 +16,7 @@ _CONTEXT_TOKENS = 6
 """Tokens of the prompt that the first token's text may depend on."""
 
 _MAX_PENDING_TOKENS = 8
-"""More than a character's 4 bytes can take: tokens that are still no text then never will be."""
+"""A character has at most 4 bytes, so this many tokens without text never become text."""
 
 
 class Token(NamedTuple):

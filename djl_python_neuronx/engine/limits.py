@@ -23,7 +23,7 @@ def longest_prompt(spec: ModelSpec) -> int:
 
 
 def most_characters(pieces: Sequence[bytes] | None, num_tokens: int) -> int | None:
-    """A number of characters above that of any prompt of so many tokens. None if the length of tokens is unknown.
+    """An upper bound of the characters of a prompt of `num_tokens`. None if the length of tokens is unknown.
 
     It leaves a factor of four for normalisers that shorten the text. `pieces`: see `Tokenizer`.
     """
@@ -158,8 +158,8 @@ def _host_reason(request: EngineRequest, spec: ModelSpec) -> str | None:
         )
     if row[1] < 1 and not spec.applies_top_p:
         return (
-            f"top_p is {sampling.top_p:g}; this deployment samples on a device that would leave out the token with "
-            f"which the sum reaches it. Leave top_p out, or {_ON_HOST}"
+            f"top_p is {sampling.top_p:g}; this deployment samples on a device that drops the token with which the "
+            f"sum of probabilities reaches top_p. Leave top_p out, or {_ON_HOST}"
         )
     lowest, highest = spec.temperatures
     if not greedy and (row[2] < lowest or (highest is not None and row[2] > highest)):

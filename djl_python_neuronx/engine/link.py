@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -41,26 +42,26 @@ _FLUSH_S = 1.0
 class Link:
     """One end of the connection. Messages are encoded and written by a separate thread; another one receives."""
 
-    def __init__(
-        self, end: socket.socket, encode: Callable[[Sequence[Any]], Sequence[Any]] = list
-    ) -> None:
-        """`encode` turns what is sent into plain values, on the writing thread."""
+    def __init__(self, end: socket.socket) -> None:
         self.opened_s = time.monotonic()
         self._socket = end
         self._reader = end.makefile("rb")
-        self._encode = encode
-        self._outbox: queue.SimpleQueue[Sequence[Any] | bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._writer = threading.Thread(target=self._write, name="djl-neuronx-outbox", daemon=True)
         self._writer.start()
 
     def send(self, *message: Any) -> None:  # noqa: ANN401
         """Send a message; never blocks. It is lost if the connection has ended."""
-        self._outbox.put(message)
+        self._outbox.put(partial(orjson.dumps, message))
 
     def send_encoded(self, message: bytes) -> None:
         """Send a message that is encoded; see `send`."""
-        self._outbox.put(message)
+        self._outbox.put(lambda: message)
+
+    def send_step(self, result: StepResult, state: EngineState) -> None:
+        """Send the result of a step; see `send`. Its log-probabilities are made on the writing thread."""
+        self._outbox.put(lambda: orjson.dumps(("step", *encode_step(result, state))))
 
     def send_now(self, *message: Any) -> None:  # noqa: ANN401
         """Send a message before this returns, so that it arrives even if this process dies in the next moment.
@@ -103,11 +104,8 @@ class Link:
 
     def _write(self) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
-                content = message
-                if not isinstance(content, bytes):
-                    content = orjson.dumps(self._encode(content))
-                self._write_one(content)
+            while (encode := self._outbox.get()) is not None:
+                self._write_one(encode())
         except OSError:
             pass  # the other side has ended, which the receiving thread notices
         except Exception:
@@ -163,27 +161,20 @@ def decode_error(fields: Sequence[str] | None) -> ServingError | None:
 
 
 def encode_step(result: StepResult, state: EngineState) -> tuple[Any, ...]:
-    """A step's message: flat arrays, one element a row; log-probabilities are made from the logits here."""
+    """A step's message: a row for each output, with log-probabilities that are made from the logits here."""
     outputs, info = result
-    scores = [_scores(output) for output in outputs]
     facts = None
     if info is not None:
         facts = {**info._asdict(), "draft_error": encode_error(info.draft_error)}
-    return (
-        [output.request_id for output in outputs],
-        [output.token_ids for output in outputs],
-        [output.finish_reason for output in outputs],
-        [encode_error(output.error) for output in outputs],
-        [chosen for chosen, _ in scores],
-        [top for _, top in scores],
-        facts,
-        list(state),
-    )
+    rows = [
+        (one.request_id, one.token_ids, one.finish_reason, encode_error(one.error), *_scores(one))
+        for one in outputs
+    ]
+    return rows, facts, list(state)
 
 
-def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
+def decode_step(rows: Any, facts: Any, state: Any) -> tuple[StepResult, EngineState]:  # noqa: ANN401
     """The inverse of `encode_step`; its outputs have log-probabilities instead of logits."""
-    *rows, facts, state = columns
     outputs = [
         TokenOutput(
             request_id,
@@ -193,12 +184,11 @@ def decode_step(columns: Sequence[Any]) -> tuple[StepResult, EngineState]:
             logprobs=chosen,
             top=top,
         )
-        for request_id, token_ids, reason, error, chosen, top in zip(*rows, strict=True)
+        for request_id, token_ids, reason, error, chosen, top in rows
     ]
-    info = None
     if facts is not None:
-        info = StepInfo(**{**facts, "draft_error": decode_error(facts["draft_error"])})
-    return StepResult(outputs, info), EngineState(*state)
+        facts = StepInfo(**{**facts, "draft_error": decode_error(facts["draft_error"])})
+    return StepResult(outputs, facts), EngineState(*state)
 
 
 _Scores = tuple[list[float] | None, list[list[tuple[int, float]]] | None]

@@ -45,10 +45,10 @@ class Host(Protocol):
     """Another engine can be started after this one."""
 
     def kill(self) -> None:
-        """End it at once; any thread, idempotent."""
+        """End the engine at once; any thread, idempotent."""
 
     def wait(self, timeout_s: float) -> str | None:
-        """Wait for its end. Returns how it ended, in words, or None if it has not."""
+        """Wait for the engine's end. Returns how it ended, in words, or None if it still runs."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class EngineLoop:
                 self._note_entering(*fields)
                 continue
             self._patience_s = self._settings.step_timeout_s
-            result, self.state = decode_step(fields)
+            result, self.state = decode_step(*fields)
             self._busy = bool(self.state.running or self.state.waiting)
             self._delivery.deliver(result.outputs)
             if num_tokens := sum([len(output.token_ids) for output in result.outputs]):
@@ -252,10 +252,10 @@ class EngineLoop:
                 stream.begun.add(stream.request.request_id)
 
     def _explain_end(self) -> _Death:
-        """The reason why a connection has ended without one."""
+        """The end of an engine whose connection ended without a last message."""
         if self._hang is not None:
             return _Death(self._hang, "hang")
-        # At a close the reason has no reader, and all requests wait for an answer.
+        # At a close nobody reads the reason, and all requests wait for their answers.
         how = self._engine.wait(0.0 if self._closing.is_set() else JOIN_S) or "closed connection"
         guess = ", as when the system runs out of memory" if how == "SIGKILL" else ""
         return _Death(BackendUnavailableError(f"the engine ended ({how}{guess})"), how)

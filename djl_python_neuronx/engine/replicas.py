@@ -309,7 +309,7 @@ class Replicas:
             for _, together in groupby(streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
                 other = self._choose(())
-                # Without a copy that has an engine, waiting for one's own is as good, if there will be one.
+                # Without another engine, requests may as well wait for the next one of this copy.
                 if other is None or other is copy or not (other.alive or given_up):
                     break
                 if not other.loop.streams.adopt(group, streams):

@@ -127,7 +127,7 @@ class Generation:
             self._abort(request_id)
 
     def wake(self) -> None:
-        """Give an empty delta, to a reader that has to look at the clock meanwhile."""
+        """Deliver an empty delta, so that the reader can do what is due by now."""
         if self._open_ids:
             self._queue.put_nowait(Delta(next(iter(self._open_ids)), "", ()))
 

@@ -9,9 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.link import (
@@ -20,7 +19,6 @@ from djl_python_neuronx.engine.link import (
     EngineState,
     Link,
     encode_error,
-    encode_step,
 )
 from djl_python_neuronx.engine.speculation import DraftModel
 from djl_python_neuronx.engine.warmup import warm_up
@@ -54,11 +52,6 @@ class WorkerSettings:
     """Run every graph once before the first request."""
 
 
-def worker_link(end: socket.socket) -> Link:
-    """The engine's end of the connection."""
-    return Link(end, _encode)
-
-
 def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
     """Load an engine, and run it until the front leaves or the engine is dead. Returns False if it failed.
 
@@ -82,11 +75,6 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
             engine.close()
     finally:
         link.close()
-
-
-def _encode(message: Sequence[Any]) -> Sequence[Any]:
-    kind, *fields = message
-    return (kind, *encode_step(*fields)) if kind == "step" else message
 
 
 def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
@@ -144,7 +132,7 @@ class _Worker:
         engine.watch(self._before_call, partial(link.send_now, "entering"))
 
     def run(self) -> bool:
-        """Step until the front leaves, or the engine is dead: False."""
+        """Step until the front leaves or the engine is dead. Returns False if it is dead."""
         engine, commands = self._engine, self._commands
         threading.Thread(target=self._receive, name="djl-neuronx-commands", daemon=True).start()
         while engine.dead is None:
@@ -181,7 +169,7 @@ class _Worker:
             self._link.send("first_call")
 
     def _send(self, *, idle: bool = False) -> None:
-        """Send the last step with the state of the engine; of an idle one also the state alone, if it has changed."""
+        """Send the last step with the engine's state. An idle engine sends its state alone if it has changed."""
         if not (idle or any(self._unsent)):
             return
         engine = self._engine
@@ -189,11 +177,11 @@ class _Worker:
         if any(self._unsent) or state != self._sent:
             while self._link.backlog > MOST_UNREAD:
                 time.sleep(UNREAD_PAUSE_S)
-            self._link.send("step", self._unsent, state)
+            self._link.send_step(self._unsent, state)
             self._unsent, self._sent = StepResult([]), state
 
     def _expire(self) -> StepResult | None:
-        """End the sequences that have waited too long for a slot; looked for several times a second."""
+        """End the sequences that have waited too long for a slot; checked several times a second."""
         engine, now_s = self._engine, time.monotonic()
         if not engine.num_waiting or now_s - self._expired_s < self._expire_every_s:
             return None
@@ -212,7 +200,7 @@ class EngineThread:
         self.link = Link(front)
         self._thread = threading.Thread(
             target=work,
-            args=(worker_link(end), load, settings),
+            args=(Link(end), load, settings),
             name="djl-neuronx-engine",
             daemon=True,
         )

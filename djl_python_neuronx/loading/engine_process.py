@@ -22,7 +22,7 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.link import Link
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
-from djl_python_neuronx.engine.worker import WorkerSettings, work, worker_link
+from djl_python_neuronx.engine.worker import WorkerSettings, work
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.loading.guard import guarded, outlive_stops
 from djl_python_neuronx.telemetry import setup_logging
@@ -163,7 +163,7 @@ def main() -> None:
     # The processes that a library starts must not hold the connection.
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    link = worker_link(end)
+    link = Link(end)
     if (message := link.receive()) is None:
         sys.exit("the connection ended before the engine's job came")
     job = _JOB.validate_json(message[0])

@@ -15,9 +15,8 @@ import socket
 import ssl
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from types import FrameType
@@ -39,8 +38,6 @@ from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.limits import longest_prompt, sampling_facts
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
-    BodyTooLargeError,
-    QueueFullError,
     RequestError,
     ServingError,
 )
@@ -50,7 +47,6 @@ from djl_python_neuronx.protocol.base import (
     check_model,
     generate,
     named_model,
-    over_limit,
     parse,
 )
 from djl_python_neuronx.protocol.openai import (
@@ -58,6 +54,7 @@ from djl_python_neuronx.protocol.openai import (
     ModelList,
     model_entry,
 )
+from djl_python_neuronx.server.bodies import Bodies
 from djl_python_neuronx.server.http import (
     BACKLOG,
     KERNEL_BACKLOG,
@@ -86,16 +83,6 @@ ADMIN_PATHS = frozenset({"/info", "/metrics"})
 """Paths that `option.admin_port` moves to the second port."""
 RESERVED_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """Connections of the second port, for which there is room when the first one has all that are allowed."""
-LONG_BODY_BYTES = 1024 * 1024
-PACE_S = 0.01
-"""Pause after each part (at most 256 KiB) of what a body has above `LONG_BODY_BYTES`. Without it a client that sends
-bodies of 5 MB takes the event loop, at 12 ms of CPU time each, from the tokens of all others (2 vCPU, 2026-11)."""
-
-BODIES = 8
-"""Bodies of the largest size that may be read and parsed at once."""
-SHORT_BODY_BYTES = 64 * 1024
-"""Bodies up to this size are read in any case and not counted: neither can keep the other out."""
-
 SERVER_THREADS = 4
 """Threads for what would hold the event loop for a millisecond or more."""
 LOG_METRICS_S = 60
@@ -125,8 +112,7 @@ class Application:
 
     def __init__(self, *models: Model) -> None:
         self.models = models
-        self.body_bytes = 0
-        """Bytes of bodies above `SHORT_BODY_BYTES` that are being read or parsed."""
+        self.bodies = Bodies()
         self.needs_key = False
         """True if requests need an API key."""
         self._document: bytes | None = None
@@ -257,8 +243,7 @@ class Application:
             self.find(name).ready()
         headers = _headers(request)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
-        with self._counting() as count:
-            body = await _read(request, self.max_body_bytes, count)
+        async with self.bodies.read(request, self.max_body_bytes) as body:
             if not named:
                 payload = await asyncio.to_thread(decode, body, headers)
                 name = named_model(payload, self.model_names)
@@ -287,32 +272,6 @@ class Application:
                         return failure_response(error, parsed.request)
             del body, payload  # they may be large, and an answer takes long
         return await generation_response(request, parsed, generation)
-
-    @contextmanager
-    def _counting(self) -> Iterator[Callable[[int], None]]:
-        """Count one body in `body_bytes` until it is parsed, with the function that it gives; it takes the size so far.
-
-        What has arrived is counted, not what a client declares: one that declares much and sends slowly keeps nobody
-        out. The function raises `QueueFullError`.
-        """
-        counted, most = 0, BODIES * self.max_body_bytes
-
-        def count(size: int) -> None:
-            nonlocal counted
-            if size > SHORT_BODY_BYTES:
-                self.body_bytes += size - counted
-                counted = size
-            if counted and self.body_bytes > most:
-                msg = (
-                    f"the long bodies that are being read have more than {most} bytes together, the limit "
-                    f"({BODIES} x option.max_body_bytes); retry later"
-                )
-                raise QueueFullError(msg)
-
-        try:
-            yield count
-        finally:
-            self.body_bytes -= counted
 
 
 class Server(uvicorn.Server):
@@ -467,21 +426,20 @@ def create_app(
     application: Application, has: Callable[[str], bool] = lambda _path: True
 ) -> Starlette:
     """The ASGI app for those of the application's routes whose path `has` accepts."""
-    paths = dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
-    routes = [
-        Route("/ping", application.ping, methods=["GET"]),
-        Route("/health", application.ping, methods=["GET"]),
-        Route("/metrics", application.metrics, methods=["GET"]),
-        Route("/info", application.info, methods=["GET"]),
-        Route("/version", application.version, methods=["GET"]),
-        Route("/openapi.json", application.openapi, methods=["GET"]),
-        Route("/invocations", application.invocations, methods=["POST"]),
-        Route("/predictions/{model:path}", application.invocations, methods=["POST"]),
-        Route("/v1/models", application.list_models, methods=["GET"]),
-        Route("/v1/models/{model:path}", application.model, methods=["GET"]),
-        Route("/models/{model:path}/invoke", application.invocations, methods=["POST"]),
-        *(Route(path, application.invocations, methods=["POST"]) for path in paths),
-    ]
+    get = {
+        "/ping": application.ping,
+        "/health": application.ping,
+        "/metrics": application.metrics,
+        "/info": application.info,
+        "/version": application.version,
+        "/openapi.json": application.openapi,
+        "/v1/models": application.list_models,
+        "/v1/models/{model:path}": application.model,
+    }
+    post = ["/invocations", "/predictions/{model:path}", "/models/{model:path}/invoke"]
+    post += dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
+    routes = [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
+    routes += [Route(path, application.invocations, methods=["POST"]) for path in post]
     app = Starlette(
         routes=[route for route in routes if has(route.path)],
         exception_handlers={
@@ -571,23 +529,3 @@ def _headers(request: Request) -> dict[str, str]:
     headers = dict(request.headers)
     pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
     return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
-
-
-async def _read(request: Request, limit: int, count: Callable[[int], None]) -> bytes:
-    """The body, rejected as soon as it is over the limit. `count` is called with the size so far."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLargeError(over_limit(limit))
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        count(size)
-        if size > limit:
-            raise BodyTooLargeError(over_limit(limit))
-        chunks.append(chunk)
-        if size > LONG_BODY_BYTES:
-            await asyncio.sleep(PACE_S)
-    if size > LONG_BODY_BYTES:  # a millisecond or more, without the GIL
-        return await asyncio.to_thread(b"".join, chunks)
-    return b"".join(chunks)

@@ -222,7 +222,7 @@ class _Connection(h11.Connection):
             msg = "Content-Length beside Transfer-Encoding; send one of them"
             raise h11.RemoteProtocolError(msg)
         if not all(_HOST.fullmatch(value) for name, value in request.headers if name == b"host"):
-            msg = "Host is no name or address with a port"
+            msg = "the Host header is not a name or an address, with or without a port"
             raise h11.RemoteProtocolError(msg)
         # h11 limits a head that is incomplete only. Each line has a colon and its end too.
         size = len(request.target) + sum(
@@ -236,7 +236,7 @@ class _Connection(h11.Connection):
         self._num_parts += 1
         self._num_bytes += size
         if self._num_parts > FREE_PARTS + self._num_bytes / PART_BYTES:
-            msg = f"a body in more than {FREE_PARTS} parts of less than {PART_BYTES} bytes; send larger chunks"
+            msg = f"the body has more than {FREE_PARTS} parts of less than {PART_BYTES} bytes; send larger parts"
             raise h11.RemoteProtocolError(msg)
 
 
@@ -274,8 +274,8 @@ class LimitedProtocol(H11Protocol):
     def __init__(
         self,
         options: Callable[[], ServingOptions],
-        tls: ssl.SSLContext | None = None,
-        silent: OrderedDict[LimitedProtocol, None] | None = None,
+        tls: ssl.SSLContext | None,
+        silent: OrderedDict[LimitedProtocol, None],
         num_reserved: int = 0,
         **arguments: Any,  # noqa: ANN401
     ) -> None:
@@ -289,12 +289,11 @@ class LimitedProtocol(H11Protocol):
             arguments: uvicorn's.
         """
         super().__init__(**arguments)
-        self.conn: _Connection
         self._options = options
         self._tls = tls
-        self._silent = OrderedDict() if silent is None else silent
+        self._silent = silent
         self._num_reserved = num_reserved
-        self.conn = _Connection(self._refuse_invalid)
+        self.conn: _Connection = _Connection(self._refuse_invalid)
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
         self._tcp: asyncio.Transport
@@ -303,9 +302,9 @@ class LimitedProtocol(H11Protocol):
         self._awaited = ""
         """The part of a request that the client is sending: head, body or nothing."""
         self._timer: asyncio.TimerHandle | None = None
-        """Ends the wait for that part."""
+        """Ends the connection if that part does not arrive in time."""
         self._write_timer: asyncio.TimerHandle | None = None
-        """Ends the wait for a client that does not read."""
+        """Ends the connection of a client that does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request; above the limit for a probe alone. With TLS it is called after the keys again."""
@@ -427,7 +426,7 @@ class LimitedProtocol(H11Protocol):
             super().shutdown()
 
     def _get_upgrade(self) -> None:
-        """No other protocol is served: such a request is answered as if it had not offered one."""
+        """No other protocol is served: such a request is answered as if it had offered none."""
 
     def _refuse_invalid(self, error: h11.RemoteProtocolError) -> None:
         status = error.error_status_hint
@@ -441,15 +440,13 @@ class LimitedProtocol(H11Protocol):
         conn = self.conn
         if not self.ending and conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             response = error_response(error, path=conn.access.get("path", ""))
-            status, headers = (
-                response.status_code,
-                [*response.raw_headers, (b"connection", b"close")],
-            )
+            response.headers["connection"] = "close"
+            status = response.status_code
             logger.info("connection_refused status=%d reason=%r", status, str(error))
             phrase = HTTPStatus(status).phrase
             body = b"" if conn.access.get("method") == "HEAD" else bytes(response.body)
             events = (
-                h11.Response(status_code=status, headers=headers, reason=phrase),
+                h11.Response(status_code=status, headers=response.raw_headers, reason=phrase),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             )

@@ -39,8 +39,8 @@ def read_keys(file: str | None, variable: str | None) -> list[bytes]:
         keys = {i: part.strip() for i, part in enumerate(parts, 1)}
         wrong = [i for i, key in keys.items() if key and not _KEY.fullmatch(key)]
         if wrong or not any(keys.values()):
-            problem = f"part {wrong[0]} is no API key" if wrong else "there is no API key"
-            msg = f"{origin}: {problem}; expected visible ASCII characters without blanks, or no such setting"
+            problem = f"part {wrong[0]} is not an API key" if wrong else "it has no API key"
+            msg = f"{origin}: {problem}; expected keys of visible ASCII characters without spaces, or no such setting"
             raise ConfigError(msg)
         found += [_digest(key) for key in keys.values() if key]
     return found

@@ -161,5 +161,5 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 async def on_bug(request: Request, error: Exception) -> Response:
     """Any other exception: its details are logged, not sent."""
     logger.error("request_failed path=%s", request.url.path, exc_info=error)
-    failure = ServingError("the server failed on this request; its log says why")
+    failure = ServingError("the server failed on this request; its log has the reason")
     return error_response(failure, path=request.url.path)

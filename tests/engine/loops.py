@@ -16,7 +16,6 @@ from djl_python_neuronx.engine.link import (
     SPEC,
     EngineState,
     Link,
-    encode_step,
 )
 from djl_python_neuronx.engine.loop import LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
@@ -144,7 +143,7 @@ class Parts:
         return message[1]
 
     def step(self, *outputs: TokenOutput, running: int = 1) -> None:
-        self.engine.send("step", *encode_step(StepResult([*outputs]), EngineState(running)))
+        self.engine.send_step(StepResult([*outputs]), EngineState(running))
 
     def kill(self) -> None:
         """As of a process that waits in a driver: its end comes late."""

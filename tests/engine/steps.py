@@ -39,7 +39,7 @@ def tokens(outputs: list[TokenOutput]) -> list[int]:
 def across_the_border(output: TokenOutput) -> TokenOutput:
     """The output as the front gets it."""
     message = orjson.loads(orjson.dumps(encode_step(StepResult([output]), EngineState())))
-    ((received,), _), _ = decode_step(message)
+    ((received,), _), _ = decode_step(*message)
     return received
 
 

@@ -24,7 +24,7 @@ from djl_python_neuronx.engine.link import (
     encode_request,
 )
 from djl_python_neuronx.engine.runner import StepInfo
-from djl_python_neuronx.engine.worker import WorkerSettings, worker_link
+from djl_python_neuronx.engine.worker import WorkerSettings
 from djl_python_neuronx.errors import BackendError, StepError
 from djl_python_neuronx.loading.engine_process import _JOB, EngineJob, ModelJob
 from djl_python_neuronx.sampling import SamplingParams
@@ -49,11 +49,10 @@ def all_set(value: Any, *usual: Any) -> Any:
     return value
 
 
-def crossed(send: Callable[[Link], None], *, to_engine: bool) -> Any:
+def crossed(send: Callable[[Link], None]) -> Any:
     """The message that the other side gets."""
     front, end = socket.socketpair()
-    links = Link(front), worker_link(end)
-    sender, receiver = links if to_engine else links[::-1]
+    sender, receiver = Link(front), Link(end)
     send(sender)
     sender.close()
     message = receiver.receive()
@@ -75,7 +74,7 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
     all_set(SAMPLING, SamplingParams())
     own = {**vars(REQUESTED), "stop_token_ids": frozenset({3})}
     message = encode_request(GenerationRequest(**own, stop_strings=("end",)), [4])
-    kind, content = crossed(lambda link: link.send_encoded(message), to_engine=True)
+    kind, content = crossed(lambda link: link.send_encoded(message))
     assert (kind, REQUEST.validate_python(content)) == ("add", REQUESTED)
 
 
@@ -98,11 +97,9 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
         )
     )  # fmt: skip
     state = all_set(EngineState(3, 2, speculates=False))
-    kind, *columns = crossed(
-        lambda link: link.send("step", StepResult(sent, info), state), to_engine=False
-    )
+    kind, *content = crossed(lambda link: link.send_step(StepResult(sent, info), state))
     assert kind == "step"
-    (outputs, got_info), got_state = decode_step(columns)
+    (outputs, got_info), got_state = decode_step(*content)
     assert got_state == state
     assert got_info is not None
     assert (type(got_info.draft_error), str(got_info.draft_error)) == (BackendError, "no")
@@ -144,9 +141,7 @@ SPECIFIED = ModelSpec(
 def test_the_front_gets_the_facts_of_the_model(spec: ModelSpec) -> None:
     facts = SPEC.dump_python(spec, mode="json")
     drafts = {"drafts": 4, "from": "prompt lookup"}
-    kind, got, speculation = crossed(
-        lambda link: link.send("ready", facts, drafts), to_engine=False
-    )
+    kind, got, speculation = crossed(lambda link: link.send("ready", facts, drafts))
     assert (kind, SPEC.validate_python(got), speculation) == ("ready", spec, drafts)
 
 
@@ -160,5 +155,5 @@ def test_every_field_of_a_job_reaches_the_engine() -> None:
     all_set(job, EngineJob(()))
     all_set(job.worker, WorkerSettings())
     all_set(job.models[0], ModelJob("", replace(plan, num_slots=1)))
-    (content,) = crossed(lambda link: link.send(_JOB.dump_json(job).decode()), to_engine=True)
+    (content,) = crossed(lambda link: link.send(_JOB.dump_json(job).decode()))
     assert _JOB.validate_json(content) == job

@@ -21,16 +21,14 @@ import pytest
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import (
-    SPEC,
     EngineState,
     Link,
     encode_request,
-    encode_step,
 )
 from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings, end_engine
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
-from djl_python_neuronx.engine.worker import WorkerSettings, work, worker_link
+from djl_python_neuronx.engine.worker import WorkerSettings, work
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     PromptTooLongError,
@@ -40,7 +38,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import FinishReason, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.engine.loops import (
@@ -661,7 +659,7 @@ def test_drafting_is_given_up_only_when_the_engine_says_so() -> None:
     """An idle engine may not have said anything yet."""
     with in_parts() as (loop, hosts, _):
         assert loop.state.speculates
-        hosts[0].engine.send("step", *encode_step(StepResult([]), EngineState(speculates=False)))
+        hosts[0].engine.send_step(StepResult([]), EngineState(speculates=False))
         wait_until(lambda: not loop.state.speculates)
 
 
@@ -753,7 +751,7 @@ def test_a_worker_that_cannot_load_says_so_and_frees_its_descriptor() -> None:
         msg = "told to"
         raise StepError(msg)
 
-    assert not work(worker_link(end), load, WorkerSettings())
+    assert not work(Link(end), load, WorkerSettings())
     assert end.fileno() == -1
     messages = iter(link.receive, None)
     assert "told to" in str([*messages][-1])
@@ -767,7 +765,7 @@ def test_an_error_of_the_engine_itself_reaches_the_front(monkeypatch: pytest.Mon
     link, engine = Link(front), Engine(ToyBackend())
     monkeypatch.setattr(engine, "step", lambda: {}["told to"])
     link.send_encoded(encode_request(request("a", [5, 6])))
-    assert not work(worker_link(end), lambda: engine, WorkerSettings())
+    assert not work(Link(end), lambda: engine, WorkerSettings())
     *_, (kind, code, reason) = iter(link.receive, None)
     assert (kind, code) == ("dead", BackendUnavailableError.code)
     assert "the engine failed (KeyError: 'told to')" in reason
@@ -779,7 +777,7 @@ def test_an_engine_waits_for_a_front_that_does_not_read() -> None:
     backend = ToyBackend(replace(LONG, vocab_size=30_000))
     engine = Engine(backend)
     thread = threading.Thread(
-        target=work, args=(worker_link(end), lambda: engine, WorkerSettings()), daemon=True
+        target=work, args=(Link(end), lambda: engine, WorkerSettings()), daemon=True
     )
     link = Link(front)
     thread.start()

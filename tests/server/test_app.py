@@ -31,10 +31,8 @@ from djl_python_neuronx.engine.speculation import (  # noqa: E402
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingError, StepError  # noqa: E402
 from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS  # noqa: E402
-from djl_python_neuronx.server.app import (  # noqa: E402
-    LONG_BODY_BYTES,
-    Application,
-)
+from djl_python_neuronx.server.app import Application  # noqa: E402
+from djl_python_neuronx.server.bodies import LONG_BODY_BYTES  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402

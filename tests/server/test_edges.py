@@ -239,11 +239,11 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("text", "says"),
         [
-            ("", "there is no API key"),
-            ("# nothing\n\n", "there is no API key"),
-            (f"{KEY}\nsk-two words\n", "part 2 is no API key"),
-            ("sk-caf\xe9", "part 1 is no API key"),
-            ("sk-\0", "part 1 is no API key"),
+            ("", "it has no API key"),
+            ("# nothing\n\n", "it has no API key"),
+            (f"{KEY}\nsk-two words\n", "part 2 is not an API key"),
+            ("sk-caf\xe9", "part 1 is not an API key"),
+            ("sk-\0", "part 1 is not an API key"),
         ],
     )
     def test_what_is_no_key_is_an_error_that_does_not_show_it(

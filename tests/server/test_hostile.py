@@ -29,7 +29,7 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine import streams
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.server import app, http
+from djl_python_neuronx.server import bodies, http
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
 from djl_python_neuronx.service import TEXT_THREADS
@@ -563,7 +563,7 @@ def test_a_body_that_nobody_reads_keeps_the_connection(server: Running) -> None:
 
 
 def test_bodies_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODIES", 2)
+    monkeypatch.setattr(bodies, "BODIES", 2)
     with serving(max_body_bytes=200_000) as server:
         application = server.application
         declaring = connect(server)  # declares much and sends little: keeps nobody out
@@ -572,23 +572,23 @@ def test_bodies_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         held = [connect(server) for _ in range(2)]
         for client in held:
             client.sendall(sent)
-        wait_until(lambda: application.body_bytes == 2 * 189_000)
+        wait_until(lambda: application.bodies.num_bytes == 2 * 189_000)
         for _ in range(4):
             reply = talk(server, sent)
             assert content(reply)["type"] == "queue_full"
             assert b"retry-after: 1" in reply
-        assert application.body_bytes == 2 * 189_000
+        assert application.bodies.num_bytes == 2 * 189_000
         assert_serves(server)  # a short body is read in any case
         for client in [declaring, *held]:
             client.close()
-        wait_until(lambda: application.body_bytes == 0)
+        wait_until(lambda: application.bodies.num_bytes == 0)
         # Nor do short ones keep out long ones.
         short = [connect(server) for _ in range(8)]
         for client in short:
             client.sendall(post(b"", "Content-Length: 65536", length=False) + b" " * 65_000)
             wait_until(lambda client=client: not unread_by_server(server, client))
         assert status(talk(server, post(REQUEST.ljust(190_000), CLOSE))) == 200
-        assert application.body_bytes == 0
+        assert application.bodies.num_bytes == 0
 
 
 def test_six_requests_of_128_sequences_do_not_starve_the_seventh() -> None:
@@ -620,7 +620,7 @@ def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
         _, most_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert most_bytes > 1_000_000
-        assert server.application.body_bytes == 0
+        assert server.application.bodies.num_bytes == 0
         backend.resume.set()
         assert status(read_all(client)) == 200
 
