@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -42,8 +43,8 @@ INF2 = machines.named("inf2.48xlarge")
 SMALL = machines.named("inf2.xlarge")
 TRN1 = machines.named("trn1.32xlarge")
 TRN2 = machines.named("trn2.48xlarge")
-NOWHERE = DeviceInfo(None, 0, 0, 2**36, 8, "")
-UNSAID = DeviceInfo(None, 1, 0, 0, 8, "")
+NO_DEVICE = DeviceInfo(None, 0, 0, 2**36, 8, "")
+UNKNOWN_TYPE = DeviceInfo(None, 1, 0, 0, 8, "")
 FILLED = {
     "model_id": "m",
     "tensor_parallel_degree": 8,
@@ -52,28 +53,30 @@ FILLED = {
     "max_rolling_batch_size": 8,
     "dtype": "bfloat16",
 }
-SITUATION = ("loader", "facts", "device", "draft", "estimated_load_s", "filled")
+CASE_ARGUMENTS = ("loader", "facts", "device", "draft", "estimated_load_s", "filled")
 
 
-def of(model_type, **values):
+def model_of(model_type, **values):
     """A model of Llama's sizes and another architecture."""
     return replace(LLAMA, model_type=model_type, **values)
 
 
-def say(**values):
+def findings_of(**values):
     """The findings of a situation, given as options and as the arguments of `findings`."""
-    told = {name: values.pop(name) for name in SITUATION if name in values}
+    arguments = {name: values.pop(name) for name in CASE_ARGUMENTS if name in values}
     options = ServingOptions.model_validate({**FILLED, **values})
-    facts, device = told.pop("facts", LLAMA), told.pop("device", INF2)
-    estimated_load_s = told.pop("estimated_load_s", None)
-    case = Case(options, facts, device, NEURON_BACKENDS.get(told.pop("loader", "tnx")), **told)
+    facts, device = arguments.pop("facts", LLAMA), arguments.pop("device", INF2)
+    estimated_load_s = arguments.pop("estimated_load_s", None)
+    case = Case(
+        options, facts, device, NEURON_BACKENDS.get(arguments.pop("loader", "tnx")), **arguments
+    )
     return [*findings(case, estimated_load_s=estimated_load_s)]
 
 
 def matching(values, name, level, text):
     return [
         found
-        for found in say(**values)
+        for found in findings_of(**values)
         if name in found.names and found.level == level and text in found.problem
     ]
 
@@ -84,7 +87,7 @@ DRAFT = {
     "draft": replace(LLAMA, num_layers=1, num_parameters=10**9),
 }
 PER_ROW = {"do_sample": True, "dynamic": True, "per_batch_line": True, "global_top_k": 64}
-EXPERTS = of("qwen3_moe", num_experts=128, config={"num_experts_per_tok": 8})
+EXPERTS = model_of("qwen3_moe", num_experts=128, config={"num_experts_per_tok": 8})
 NXDI = {"loader": "nxdi"}
 PROMPTS = {"context_length_estimate": (1001, 4096)}
 FLASH = {**NXDI, "tensor_parallel_degree": 16, "device": TRN1, "shard_over_sequence": True}
@@ -107,127 +110,165 @@ WINDOW = {"sliding_window": 2048}
 GQA = "group_query_attention"
 DEGREE = "tensor_parallel_degree"
 
-# An option of the finding, its level, a part of its text, the situation, what changes so that it is not told.
+
+class Row(NamedTuple):
+    """An option of a finding, its level, a part of its text, the situation that breaks the rule, and what mends it.
+
+    A situation has options and arguments of `findings_of`.
+    """
+
+    option: str
+    level: str
+    says: str
+    breaks: dict
+    mends: dict
+
+
 LENGTHS = [
-    ("n_positions", "error", "supports 8192", {"n_positions": 8193}, {"n_positions": 8192}),
-    ("n_positions", "error", "at most", {"n_positions": (128, 9000)}, {"n_positions": (128, 8192)}),
-    (
+    Row(
+        "n_positions",
+        "error",
+        says="supports 8192",
+        breaks={"n_positions": 8193},
+        mends={"n_positions": 8192},
+    ),
+    Row(
+        "n_positions",
+        "error",
+        says="at most",
+        breaks={"n_positions": (128, 9000)},
+        mends={"n_positions": (128, 8192)},
+    ),
+    Row(
         "context_length_estimate",
         "error",
-        "supports 8192",
-        {"n_positions": 8194, "context_length_estimate": (128, 8193)},
-        {"filled": ("context_length_estimate",)},
+        says="supports 8192",
+        breaks={"n_positions": 8194, "context_length_estimate": (128, 8193)},
+        mends={"filled": ("context_length_estimate",)},
     ),
-    (
+    Row(
         "context_length_estimate",
         "error",
-        "supports 8192",
-        {"context_length_estimate": (128, 8193)},
-        {"n_positions": 8193},
+        says="supports 8192",
+        breaks={"context_length_estimate": (128, 8193)},
+        mends={"n_positions": 8193},
     ),
-    (
+    Row(
         "attn_kernel_enabled",
         "warning",
-        "no kernels on inf2 since Neuron SDK 2.29",
-        {"attn_kernel_enabled": True, "loader": "nxdi"},
-        {"attn_kernel_enabled": False},
+        says="no kernels on inf2 since Neuron SDK 2.29",
+        breaks={"attn_kernel_enabled": True, "loader": "nxdi"},
+        mends={"attn_kernel_enabled": False},
     ),
-    (
+    Row(
         "fused_rmsnorm_mlp",
         "warning",
-        "no kernels on inf2",
-        {"fused_rmsnorm_mlp": True, "loader": "nxdi"},
-        {"loader": "tnx"},
+        says="no kernels on inf2",
+        breaks={"fused_rmsnorm_mlp": True, "loader": "nxdi"},
+        mends={"loader": "tnx"},
     ),
-    ("cpu_threads", "note", "leave it out", {"cpu_threads": 2}, {"loader": "cpu"}),
-    (
+    Row(
+        "cpu_threads",
+        "note",
+        says="leave it out",
+        breaks={"cpu_threads": 2},
+        mends={"loader": "cpu"},
+    ),
+    Row(
         "max_join_wait_ms",
         "note",
-        "only static batches wait",
-        {"max_join_wait_ms": 0},
-        {"max_join_wait_ms": 100},
+        says="only static batches wait",
+        breaks={"max_join_wait_ms": 0},
+        mends={"max_join_wait_ms": 100},
     ),
-    (
+    Row(
         "max_join_wait_ms",
         "note",
-        "only static batches wait",
-        {"max_join_wait_ms": 50},
-        {"facts": of("opt")},
+        says="only static batches wait",
+        breaks={"max_join_wait_ms": 50},
+        mends={"facts": model_of("opt")},
     ),
-    (
+    Row(
         "max_join_wait_ms",
         "note",
-        "only static batches wait",
-        {"max_join_wait_ms": 50, "max_rolling_batch_size": 1, "facts": of("opt")},
-        {"max_rolling_batch_size": 2},
+        says="only static batches wait",
+        breaks={"max_join_wait_ms": 50, "max_rolling_batch_size": 1, "facts": model_of("opt")},
+        mends={"max_rolling_batch_size": 2},
     ),
-    (
+    Row(
         "max_join_wait_ms",
         "note",
-        "only static batches wait",
-        {"max_join_wait_ms": 50, "loader": "cpu", "facts": of("opt"), "device": NOWHERE},
-        {"loader": "tnx"},
+        says="only static batches wait",
+        breaks={
+            "max_join_wait_ms": 50,
+            "loader": "cpu",
+            "facts": model_of("opt"),
+            "device": NO_DEVICE,
+        },
+        mends={"loader": "tnx"},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "again, token by token",
-        {"facts": of("gpt_neox")},
-        {"facts": of("gpt2")},
+        says="again, token by token",
+        breaks={"facts": model_of("gpt_neox")},
+        mends={"facts": model_of("gpt2")},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "write option.max_rolling_batch_size=8",
-        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
-        {"filled": ()},
+        says="write option.max_rolling_batch_size=8",
+        breaks={"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
+        mends={"filled": ()},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "24 of them would wait",
-        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
-        {"max_rolling_batch_size": 32},
+        says="24 of them would wait",
+        breaks={"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
+        mends={"max_rolling_batch_size": 32},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "DJL Serving",
-        {"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
-        {"rolling_batch": "auto", "async_mode": True},
+        says="DJL Serving",
+        breaks={"rolling_batch": "tnx", "filled": ("max_rolling_batch_size",)},
+        mends={"rolling_batch": "auto", "async_mode": True},
     ),
-    (
+    Row(
         "model_loading_timeout",
         "warning",
-        "set at least 3600",
-        {"estimated_load_s": 1800.0, "model_loading_timeout": 1799},
-        {"model_loading_timeout": 1800},
+        says="set at least 3600",
+        breaks={"estimated_load_s": 1800.0, "model_loading_timeout": 1799},
+        mends={"model_loading_timeout": 1800},
     ),
-    (
+    Row(
         "model_loading_timeout",
         "warning",
-        "30 minutes",
-        {"estimated_load_s": 1800.0},
-        {"compiled_graph_path": "p"},
+        says="30 minutes",
+        breaks={"estimated_load_s": 1800.0},
+        mends={"compiled_graph_path": "p"},
     ),
-    (
+    Row(
         "model_loading_timeout",
         "warning",
-        "compile beforehand",
-        {"estimated_load_s": 1800.0},
-        {"estimated_load_s": None},
+        says="compile beforehand",
+        breaks={"estimated_load_s": 1800.0},
+        mends={"estimated_load_s": None},
     ),
-    (
+    Row(
         "compilation_worker_count",
         "warning",
-        "192 CPUs",
-        {"compilation_worker_count": 193},
-        {"compilation_worker_count": 192},
+        says="192 CPUs",
+        breaks={"compilation_worker_count": 193},
+        mends={"compilation_worker_count": 192},
     ),
 ]
 ON_CPU = [
     *(
-        (name, "note", "cpu backend", {"loader": "cpu", **values}, {name: None})
+        Row(
+            name, "note", says="cpu backend", breaks={"loader": "cpu", **values}, mends={name: None}
+        )
         for name, values in {
             "fuse_qkv": {"fuse_qkv": True},
             "quantize": {"quantize": "static_int8"},
@@ -236,529 +277,581 @@ ON_CPU = [
             "override_neuron_config": {"override_neuron_config": {"a": 1}},
         }.items()
     ),
-    (DEGREE, "note", "left out", {"loader": "cpu", DEGREE: 8}, {DEGREE: None}),
-    (
+    Row(DEGREE, "note", says="left out", breaks={"loader": "cpu", DEGREE: 8}, mends={DEGREE: None}),
+    Row(
         "speculative_draft_model",
         "error",
-        "128257 tokens and the model's 128256",
-        {"loader": "cpu", **DRAFT, "draft": replace(LLAMA, vocab_size=128257)},
-        {"draft": LLAMA},
+        says="128257 tokens and the model's 128256",
+        breaks={"loader": "cpu", **DRAFT, "draft": replace(LLAMA, vocab_size=128257)},
+        mends={"draft": LLAMA},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        "supports 4095",
-        {"loader": "cpu", **DRAFT, "draft": replace(LLAMA, max_positions=4095)},
-        {"n_positions": 4095},
+        says="supports 4095",
+        breaks={"loader": "cpu", **DRAFT, "draft": replace(LLAMA, max_positions=4095)},
+        mends={"n_positions": 4095},
     ),
 ]
 EQUIVALENTS = [
-    (
+    Row(
         "unroll",
         "note",
-        "cannot use it; left out",
-        {"facts": of("gptj"), "unroll": 4},
-        {"facts": of("gpt2")},
+        says="cannot use it; left out",
+        breaks={"facts": model_of("gptj"), "unroll": 4},
+        mends={"facts": model_of("gpt2")},
     ),
-    (
+    Row(
         "quantize",
         "error",
-        "use more cores",
-        {"facts": of("gpt_neox"), "quantize": "static_int8"},
-        {"quantize": None},
+        says="use more cores",
+        breaks={"facts": model_of("gpt_neox"), "quantize": "static_int8"},
+        mends={"quantize": None},
     ),
-    (
+    Row(
         "compiled_graph_path",
         "warning",
-        "cannot use graphs that transformers-neuronx compiled: all would be compiled again. If they are graphs of "
+        says="cannot use graphs that transformers-neuronx compiled: all would be compiled again. If they are graphs of "
         "transformers-neuronx, set model_loader=tnx; else leave it out, or set model_loader=nxdi",
-        {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
-        {"model_loader": "nxdi"},
+        breaks={"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
+        mends={"model_loader": "nxdi"},
     ),
-    (
+    Row(
         "compiled_graph_path",
         "warning",
-        "compiled again",
-        {"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
-        {"facts": of("qwen2")},
+        says="compiled again",
+        breaks={"loader": "nxdi", "compiled_graph_path": "s3://b/k"},
+        mends={"facts": model_of("qwen2")},
     ),
-    (
+    Row(
         "weight_tiling",
         "note",
-        "left out",
-        {"loader": "nxdi", "weight_tiling": True},
-        {"loader": "tnx"},
+        says="left out",
+        breaks={"loader": "nxdi", "weight_tiling": True},
+        mends={"loader": "tnx"},
     ),
-    ("vocab_parallel", "note", "left out", {"vocab_parallel": True}, {"loader": "nxdi"}),
-    (
+    Row(
+        "vocab_parallel",
+        "note",
+        says="left out",
+        breaks={"vocab_parallel": True},
+        mends={"loader": "nxdi"},
+    ),
+    Row(
         "bf16_rms_norm",
         "warning",
-        "which changes rounding and overflows only",
-        {"loader": "nxdi", "bf16_rms_norm": True},
-        {"loader": "tnx"},
+        says="which changes rounding and overflows only",
+        breaks={"loader": "nxdi", "bf16_rms_norm": True},
+        mends={"loader": "tnx"},
     ),
-    (
+    Row(
         "pipeline_parallel_degree",
         "error",
-        "remove it, or set model_loader=nxdi",
-        {"pipeline_parallel_degree": 2},
-        {"loader": "nxdi"},
+        says="remove it, or set model_loader=nxdi",
+        breaks={"pipeline_parallel_degree": 2},
+        mends={"loader": "nxdi"},
     ),
-    (
+    Row(
         "enable_saturate_infinity",
         "warning",
-        "which changes rounding and overflows only",
-        {"loader": "nxdi", "enable_saturate_infinity": True},
-        {"enable_saturate_infinity": False},
+        says="which changes rounding and overflows only",
+        breaks={"loader": "nxdi", "enable_saturate_infinity": True},
+        mends={"enable_saturate_infinity": False},
     ),
-    (
+    Row(
         "model_loader",
         "error",
-        "mixtral, opt; set model_loader=nxdi or model_loader=cpu",
-        {"facts": of("qwen2")},
-        {"loader": "nxdi"},
+        says="mixtral, opt; set model_loader=nxdi or model_loader=cpu",
+        breaks={"facts": model_of("qwen2")},
+        mends={"loader": "nxdi"},
     ),
-    (
+    Row(
         "model_loader",
         "error",
-        "set model_loader=tnx or model_loader=cpu",
-        {"loader": "nxdi", "facts": of("opt")},
-        {"loader": "tnx"},
+        says="set model_loader=tnx or model_loader=cpu",
+        breaks={"loader": "nxdi", "facts": model_of("opt")},
+        mends={"loader": "tnx"},
     ),
-    ("model_loader", "error", "names none", {"facts": of(None)}, {"facts": LLAMA}),
-    (
+    Row(
+        "model_loader",
+        "error",
+        says="names none",
+        breaks={"facts": model_of(None)},
+        mends={"facts": LLAMA},
+    ),
+    Row(
         "model_loader",
         "note",
-        "never run",
-        {"loader": "nxdi", "facts": of("dbrx")},
-        {"facts": LLAMA},
+        says="never run",
+        breaks={"loader": "nxdi", "facts": model_of("dbrx")},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "fuse_mlp",
         "note",
-        "cannot use it",
-        {"facts": of("mistral"), "fuse_mlp": True},
-        {"facts": LLAMA},
+        says="cannot use it",
+        breaks={"facts": model_of("mistral"), "fuse_mlp": True},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "bf16_rms_norm",
         "error",
-        "cannot use it",
-        {"facts": of("opt"), "bf16_rms_norm": True},
-        {"facts": of("mistral")},
+        says="cannot use it",
+        breaks={"facts": model_of("opt"), "bf16_rms_norm": True},
+        mends={"facts": model_of("mistral")},
     ),
-    (
+    Row(
         "enable_chunked_prefill",
         "error",
-        "cannot use it",
-        {"facts": of("mistral"), "enable_chunked_prefill": True, "cache_layout": "BSH"},
-        {"facts": LLAMA},
+        says="cannot use it",
+        breaks={
+            "facts": model_of("mistral"),
+            "enable_chunked_prefill": True,
+            "cache_layout": "BSH",
+        },
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "quantize",
         "error",
-        "experts",
-        {"facts": of("mixtral"), "quantize": "static_int8"},
-        {"facts": of("mistral")},
+        says="experts",
+        breaks={"facts": model_of("mixtral"), "quantize": "static_int8"},
+        mends={"facts": model_of("mistral")},
     ),
-    (
+    Row(
         "quantize",
         "error",
-        "no quantised weights",
-        {"facts": of("gpt_neox"), "quantize": "static_int8"},
-        {"facts": of("gpt2")},
+        says="no quantised weights",
+        breaks={"facts": model_of("gpt_neox"), "quantize": "static_int8"},
+        mends={"facts": model_of("gpt2")},
     ),
-    (
+    Row(
         "kv_cache_quantize",
         "error",
-        "in dtype only",
-        {"facts": of("bloom"), "kv_cache_quantize": "fp8"},
-        {"facts": of("mixtral")},
+        says="in dtype only",
+        breaks={"facts": model_of("bloom"), "kv_cache_quantize": "fp8"},
+        mends={"facts": model_of("mixtral")},
     ),
-    (
+    Row(
         "attention_layout",
         "error",
-        "no BSH layout",
-        {"facts": of("opt"), "attention_layout": "BSH"},
-        {"attention_layout": "HSB"},
+        says="no BSH layout",
+        breaks={"facts": model_of("opt"), "attention_layout": "BSH"},
+        mends={"attention_layout": "HSB"},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        "cannot use it",
-        {"facts": of("gpt_neox"), "on_device_generation": PER_ROW},
-        {"facts": of("bloom")},
+        says="cannot use it",
+        breaks={"facts": model_of("gpt_neox"), "on_device_generation": PER_ROW},
+        mends={"facts": model_of("bloom")},
     ),
 ]
 BATCHES = [
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "prefilled again",
-        {"facts": of("opt")},
-        {"max_rolling_batch_size": 1},
+        says="prefilled again",
+        breaks={"facts": model_of("opt")},
+        mends={"max_rolling_batch_size": 1},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "prefilled again",
-        {"facts": of("opt"), "batch_size": 8, "rolling_batch": "disable", "async_mode": True},
-        {"async_mode": False},
+        says="prefilled again",
+        breaks={
+            "facts": model_of("opt"),
+            "batch_size": 8,
+            "rolling_batch": "disable",
+            "async_mode": True,
+        },
+        mends={"async_mode": False},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "note",
-        "static batches",
-        {"facts": of("gpt_neox")},
-        {"facts": LLAMA},
+        says="static batches",
+        breaks={"facts": model_of("gpt_neox")},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "rolling_batch_strategy",
         "error",
-        "leave it out",
-        {"facts": of("bloom"), "rolling_batch_strategy": "continuous_batching"},
-        {"rolling_batch_strategy": "naive_rolling_batch"},
+        says="leave it out",
+        breaks={"facts": model_of("bloom"), "rolling_batch_strategy": "continuous_batching"},
+        mends={"rolling_batch_strategy": "naive_rolling_batch"},
     ),
-    (
+    Row(
         "padding_side",
         "error",
-        "on the left",
-        {"facts": of("opt"), "padding_side": "right"},
-        {"padding_side": "left"},
+        says="on the left",
+        breaks={"facts": model_of("opt"), "padding_side": "right"},
+        mends={"padding_side": "left"},
     ),
-    (
+    Row(
         "padding_side",
         "error",
-        "on the right",
-        {"padding_side": "left"},
-        {"rolling_batch_strategy": "naive_rolling_batch"},
+        says="on the right",
+        breaks={"padding_side": "left"},
+        mends={"rolling_batch_strategy": "naive_rolling_batch"},
     ),
-    ("padding_side", "error", "on the right", {"padding_side": "left"}, {"padding_side": "right"}),
-    (
+    Row(
         "padding_side",
         "error",
-        "static batches pad on the left",
-        {"padding_side": "right", "rolling_batch_strategy": "naive_rolling_batch"},
-        {"rolling_batch_strategy": None},
+        says="on the right",
+        breaks={"padding_side": "left"},
+        mends={"padding_side": "right"},
+    ),
+    Row(
+        "padding_side",
+        "error",
+        says="static batches pad on the left",
+        breaks={"padding_side": "right", "rolling_batch_strategy": "naive_rolling_batch"},
+        mends={"rolling_batch_strategy": None},
     ),
     *(
-        (
+        Row(
             "collectives_layout",
             "error",
-            "wrong values",
-            {"facts": of(kind), "collectives_layout": "BSH"},
-            {"facts": of(kind), "collectives_layout": "BSH", "attention_layout": "BSH"},
+            says="wrong values",
+            breaks={"facts": model_of(kind), "collectives_layout": "BSH"},
+            mends={"facts": model_of(kind), "collectives_layout": "BSH", "attention_layout": "BSH"},
         )
         for kind in ("gpt2", "bloom")
     ),
-    (
+    Row(
         "collectives_layout",
         "error",
-        "wrong values",
-        {"facts": of("opt"), "collectives_layout": "BSH"},
-        {"facts": LLAMA},
+        says="wrong values",
+        breaks={"facts": model_of("opt"), "collectives_layout": "BSH"},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "cache_layout",
         "error",
-        "continuous batching",
-        {"facts": of("opt"), "cache_layout": "BSH", "context_length_estimate": (4096,)},
-        {"facts": LLAMA},
+        says="continuous batching",
+        breaks={
+            "facts": model_of("opt"),
+            "cache_layout": "BSH",
+            "context_length_estimate": (4096,),
+        },
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "n_positions",
         "error",
-        "one length",
-        {"facts": of("gpt2"), "n_positions": (1024, 4096)},
-        {"n_positions": (4096,)},
+        says="one length",
+        breaks={"facts": model_of("gpt2"), "n_positions": (1024, 4096)},
+        mends={"n_positions": (4096,)},
     ),
-    (
+    Row(
         "n_positions",
         "error",
-        "one length",
-        {"facts": of("gptj"), "n_positions": (1024, 4096)},
-        {"facts": LLAMA},
+        says="one length",
+        breaks={"facts": model_of("gptj"), "n_positions": (1024, 4096)},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "context_length_estimate",
         "warning",
-        "token by token",
-        {"facts": of("gpt_neox")},
-        {"filled": ("context_length_estimate",)},
+        says="token by token",
+        breaks={"facts": model_of("gpt_neox")},
+        mends={"filled": ("context_length_estimate",)},
     ),
-    (
+    Row(
         "context_length_estimate",
         "warning",
-        "token by token",
-        {"facts": of("gpt_neox")},
-        {"facts": LLAMA},
+        says="token by token",
+        breaks={"facts": model_of("gpt_neox")},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        "only for llama",
-        {**DRAFT, "facts": of("mistral")},
-        {"facts": LLAMA},
+        says="only for llama",
+        breaks={**DRAFT, "facts": model_of("mistral")},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "ngram_prompt_lookup_max",
         "error",
-        "only for llama",
-        {"ngram_prompt_lookup_max": 3, "facts": of("gpt2")},
-        {"facts": LLAMA},
+        says="only for llama",
+        breaks={"ngram_prompt_lookup_max": 3, "facts": model_of("gpt2")},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        "static batches",
-        {**DRAFT, "draft": of("opt")},
-        {"draft": of("mistral")},
+        says="static batches",
+        breaks={**DRAFT, "draft": model_of("opt")},
+        mends={"draft": model_of("mistral")},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        "no class for the draft",
-        {**DRAFT, "draft": of("phi")},
-        {"draft": LLAMA},
+        says="no class for the draft",
+        breaks={**DRAFT, "draft": model_of("phi")},
+        mends={"draft": LLAMA},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        "128257 tokens and the model's 128256",
-        {**DRAFT, "draft": replace(LLAMA, vocab_size=128257)},
-        {"draft": None},
+        says="128257 tokens and the model's 128256",
+        breaks={**DRAFT, "draft": replace(LLAMA, vocab_size=128257)},
+        mends={"draft": None},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        "supports 4095",
-        {**DRAFT, "draft": replace(LLAMA, max_positions=4095)},
-        {"draft": replace(LLAMA, max_positions=4096)},
+        says="supports 4095",
+        breaks={**DRAFT, "draft": replace(LLAMA, max_positions=4095)},
+        mends={"draft": replace(LLAMA, max_positions=4096)},
     ),
-    (
+    Row(
         "windowed_context_encoding_size",
         "error",
-        "set 2048",
-        {
+        says="set 2048",
+        breaks={
             "loader": "nxdi",
-            "facts": of("mistral", **WINDOW),
+            "facts": model_of("mistral", **WINDOW),
             "n_positions": 2048,
             "windowed_context_encoding_size": 2047,
         },
-        {"windowed_context_encoding_size": 2048},
+        mends={"windowed_context_encoding_size": 2048},
     ),
-    (
+    Row(
         "windowed_context_encoding_size",
         "error",
-        "fails at a sliding window's ring",
-        {
+        says="fails at a sliding window's ring",
+        breaks={
             "loader": "nxdi",
-            "facts": of("mistral", **WINDOW),
+            "facts": model_of("mistral", **WINDOW),
             "windowed_context_encoding_size": 2048,
         },
-        {"n_positions": 2048},
+        mends={"n_positions": 2048},
     ),
-    (
+    Row(
         "context_length_estimate",
         "error",
-        "at least 2047; leave it out, or set n_positions=2048 at most",
-        {
+        says="at least 2047; leave it out, or set n_positions=2048 at most",
+        breaks={
             "loader": "nxdi",
-            "facts": of("mistral", **WINDOW),
+            "facts": model_of("mistral", **WINDOW),
             "context_length_estimate": (2046, 4096),
         },
-        {"context_length_estimate": (2047, 4096)},
+        mends={"context_length_estimate": (2047, 4096)},
     ),
-    (
+    Row(
         "n_positions",
         "error",
-        "each prefill graph fills a KV cache as long as the model's sliding window (2048 tokens)",
-        {
+        says="each prefill graph fills a KV cache as long as the model's sliding window (2048 tokens)",
+        breaks={
             "loader": "nxdi",
-            "facts": of("mistral", **WINDOW),
+            "facts": model_of("mistral", **WINDOW),
             "n_positions": 2049,
             "context_length_estimate": (128, 2048),
         },
-        {"n_positions": 2048},
+        mends={"n_positions": 2048},
     ),
-    (
+    Row(
         "async_execution",
         "note",
-        "left out: a step ahead overwrites",
-        {
+        says="left out: a step ahead overwrites",
+        breaks={
             "loader": "nxdi",
-            "facts": of("mistral", **WINDOW),
+            "facts": model_of("mistral", **WINDOW),
             "context_length_estimate": (4096,),
             "on_device_generation": PER_ROW,
             "async_execution": True,
         },
-        {"n_positions": 2048},
+        mends={"n_positions": 2048},
     ),
-    (
+    Row(
         "on_device_generation",
         "note",
-        "top_k above 64",
-        {"on_device_generation": PER_ROW},
-        {"on_device_generation": None},
+        says="top_k above 64",
+        breaks={"on_device_generation": PER_ROW},
+        mends={"on_device_generation": None},
     ),
-    (
+    Row(
         "on_device_generation",
         "note",
-        "sampling without top_k) answer 400; on_device_default_top_k=global_top_k samples",
-        {"on_device_generation": PER_ROW},
-        {"on_device_default_top_k": "global_top_k"},
+        says="sampling without top_k) answer 400; on_device_default_top_k=global_top_k samples",
+        breaks={"on_device_generation": PER_ROW},
+        mends={"on_device_default_top_k": "global_top_k"},
     ),
-    (
+    Row(
         "on_device_generation",
         "note",
-        "sampling without top_k is among the 64 most likely tokens",
-        {"on_device_generation": PER_ROW, "on_device_default_top_k": "global_top_k"},
-        {"on_device_default_top_k": None},
+        says="sampling without top_k is among the 64 most likely tokens",
+        breaks={"on_device_generation": PER_ROW, "on_device_default_top_k": "global_top_k"},
+        mends={"on_device_default_top_k": None},
     ),
-    (
+    Row(
         "on_device_generation",
         "warning",
-        "16 bits",
-        {"on_device_generation": PER_ROW},
-        {"dtype": "float32"},
+        says="16 bits",
+        breaks={"on_device_generation": PER_ROW},
+        mends={"dtype": "float32"},
     ),
-    (
+    Row(
         "on_device_generation",
         "note",
-        "most probable token",
-        {"on_device_generation": {"top_k": 1}},
-        {"on_device_generation": {"do_sample": True}},
+        says="most probable token",
+        breaks={"on_device_generation": {"top_k": 1}},
+        mends={"on_device_generation": {"do_sample": True}},
     ),
-    (
+    Row(
         "on_device_generation",
         "note",
-        "seed, top_p below 1, details",
-        {"loader": "nxdi", "on_device_generation": True},
-        {"output_logits": True},
+        says="seed, top_p below 1, details",
+        breaks={"loader": "nxdi", "on_device_generation": True},
+        mends={"output_logits": True},
     ),
-    (
+    Row(
         "output_logits",
         "note",
-        "seed, top_p below 1, details (sent, or from generation_config.json)",
-        {"loader": "nxdi", "on_device_generation": True, "output_logits": True},
-        {"on_device_generation": {}},
+        says="seed, top_p below 1, details (sent, or from generation_config.json)",
+        breaks={"loader": "nxdi", "on_device_generation": True, "output_logits": True},
+        mends={"on_device_generation": {}},
     ),
 ]
 CORES = [
-    (DEGREE, "error", "1, 2, 4, 8, 12 and 24 on inf2", {DEGREE: 6}, {DEGREE: 8}),
-    (DEGREE, "error", "on trn1", {DEGREE: 4, "device": TRN1}, {"device": INF2}),
-    (DEGREE, "error", "on trn2", {DEGREE: 24, "device": TRN2}, {DEGREE: 64}),
-    (DEGREE, "error", "set one of them", {DEGREE: 5, "device": UNSAID}, {DEGREE: 64}),
-    (DEGREE, "note", "used in practice", {DEGREE: 12}, {DEGREE: 8}),
-    (DEGREE, "error", "on trn1", {DEGREE: 12, "device": TRN1}, {"device": INF2}),
-    (DEGREE, "error", "8 NeuronCores are needed and 2", {"device": SMALL}, {DEGREE: 2}),
-    (
+    Row(
+        DEGREE, "error", says="1, 2, 4, 8, 12 and 24 on inf2", breaks={DEGREE: 6}, mends={DEGREE: 8}
+    ),
+    Row(
+        DEGREE, "error", says="on trn1", breaks={DEGREE: 4, "device": TRN1}, mends={"device": INF2}
+    ),
+    Row(DEGREE, "error", says="on trn2", breaks={DEGREE: 24, "device": TRN2}, mends={DEGREE: 64}),
+    Row(
         DEGREE,
         "error",
-        "and 8 can be used on inf2.48xlarge",
-        {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
-        {"device": INF2},
+        says="set one of them",
+        breaks={DEGREE: 5, "device": UNKNOWN_TYPE},
+        mends={DEGREE: 64},
     ),
-    (DEGREE, "error", "are needed", {"device": SMALL}, {"device": UNSAID}),
-    (
+    Row(DEGREE, "note", says="used in practice", breaks={DEGREE: 12}, mends={DEGREE: 8}),
+    Row(
+        DEGREE, "error", says="on trn1", breaks={DEGREE: 12, "device": TRN1}, mends={"device": INF2}
+    ),
+    Row(
         DEGREE,
         "error",
-        "16 and 32 on trn1; set one",
-        {DEGREE: 64, "device": TRN1},
-        {"device": replace(TRN1, local_degree=32)},
+        says="8 NeuronCores are needed and 2",
+        breaks={"device": SMALL},
+        mends={DEGREE: 2},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "64 NeuronCores are needed and 32 can be used",
-        {DEGREE: 64, "device": TRN1},
-        {"device": replace(TRN1, local_degree=32)},
+        says="and 8 can be used on inf2.48xlarge",
+        breaks={DEGREE: 24, "device": replace(INF2, visible_cores=8)},
+        mends={"device": INF2},
     ),
-    (
+    Row(
+        DEGREE, "error", says="are needed", breaks={"device": SMALL}, mends={"device": UNKNOWN_TYPE}
+    ),
+    Row(
         DEGREE,
         "error",
-        "64 NeuronCores are needed and 32 can be used on 2 machines",
-        {DEGREE: 64, "device": replace(TRN1, local_degree=32, visible_cores=16)},
-        {"device": replace(TRN1, local_degree=16, visible_cores=16)},
+        says="16 and 32 on trn1; set one",
+        breaks={DEGREE: 64, "device": TRN1},
+        mends={"device": replace(TRN1, local_degree=32)},
     ),
-    (
+    Row(
+        DEGREE,
+        "error",
+        says="64 NeuronCores are needed and 32 can be used",
+        breaks={DEGREE: 64, "device": TRN1},
+        mends={"device": replace(TRN1, local_degree=32)},
+    ),
+    Row(
+        DEGREE,
+        "error",
+        says="64 NeuronCores are needed and 32 can be used on 2 machines",
+        breaks={DEGREE: 64, "device": replace(TRN1, local_degree=32, visible_cores=16)},
+        mends={"device": replace(TRN1, local_degree=16, visible_cores=16)},
+    ),
+    Row(
         DEGREE,
         "note",
-        "8 KV heads are copied to 64",
-        {DEGREE: 64, "device": replace(TRN1, local_degree=32)},
-        {"device": TRN1},
+        says="8 KV heads are copied to 64",
+        breaks={DEGREE: 64, "device": replace(TRN1, local_degree=32)},
+        mends={"device": TRN1},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "each machine gives 24 cores (NEURON_LOCAL_TP); set a multiple",
-        {DEGREE: 64, "device": replace(INF2, local_degree=24)},
-        {DEGREE: 48},
+        says="each machine gives 24 cores (NEURON_LOCAL_TP); set a multiple",
+        breaks={DEGREE: 64, "device": replace(INF2, local_degree=24)},
+        mends={DEGREE: 48},
     ),
-    (
+    Row(
         "pipeline_parallel_degree",
         "error",
-        "32 NeuronCores",
-        {"loader": "nxdi", "pipeline_parallel_degree": 4},
-        {"pipeline_parallel_degree": 3},
+        says="32 NeuronCores",
+        breaks={"loader": "nxdi", "pipeline_parallel_degree": 4},
+        mends={"pipeline_parallel_degree": 3},
     ),
-    (
+    Row(
         "ep_degree",
         "error",
-        "32 NeuronCores",
-        {"loader": "nxdi", "facts": EXPERTS, "ep_degree": 4},
-        {"ep_degree": 3},
+        says="32 NeuronCores",
+        breaks={"loader": "nxdi", "facts": EXPERTS, "ep_degree": 4},
+        mends={"ep_degree": 3},
     ),
-    (
+    Row(
         "draft_model_tp_size",
         "error",
-        "2 NeuronCores can be used",
-        {**DRAFT, DEGREE: 2, "draft_model_tp_size": 4, "device": SMALL},
-        {"draft_model_tp_size": 2},
+        says="2 NeuronCores can be used",
+        breaks={**DRAFT, DEGREE: 2, "draft_model_tp_size": 4, "device": SMALL},
+        mends={"draft_model_tp_size": 2},
     ),
-    (
+    Row(
         "draft_model_tp_size",
         "error",
-        "set one of them",
-        {**DRAFT, "draft_model_tp_size": 3},
-        {"draft_model_tp_size": 4},
+        says="set one of them",
+        breaks={**DRAFT, "draft_model_tp_size": 3},
+        mends={"draft_model_tp_size": 4},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "set 1, 2, 4 or 8",
-        {DEGREE: 24, "facts": of("gpt_neox")},
-        {DEGREE: 8},
+        says="set 1, 2, 4 or 8",
+        breaks={DEGREE: 24, "facts": model_of("gpt_neox")},
+        mends={DEGREE: 8},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "must be a divisor of the 32 heads",
-        {DEGREE: 24, "facts": of("gptj")},
-        {"facts": LLAMA},
+        says="must be a divisor of the 32 heads",
+        breaks={DEGREE: 24, "facts": model_of("gptj")},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this process; "
-        "lower the degree, raise that limit, or use a larger machine (smallest that fits: tensor_parallel_degree=2)",
-        {DEGREE: 24, "device": replace(INF2, visible_cores=8)},
-        {"device": INF2},
+        says="8 can be used on inf2.48xlarge, of 24: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES limits this "
+        "process; lower the degree, raise that limit, or use a larger machine "
+        "(smallest that fits: tensor_parallel_degree=2)",
+        breaks={DEGREE: 24, "device": replace(INF2, visible_cores=8)},
+        mends={"device": INF2},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "no known machine holds it",
-        {"device": SMALL, "facts": replace(LLAMA, num_parameters=10**13)},
-        {"facts": LLAMA},
+        says="no known machine holds it",
+        breaks={"device": SMALL, "facts": replace(LLAMA, num_parameters=10**13)},
+        mends={"facts": LLAMA},
     ),
     *(
-        (
+        Row(
             DEGREE,
             "error",
-            f"a divisor of the {what}",
-            {"loader": "nxdi", DEGREE: 24, "facts": of(model_type, **sizes)},
-            {DEGREE: 4},
+            says=f"a divisor of the {what}",
+            breaks={"loader": "nxdi", DEGREE: 24, "facts": model_of(model_type, **sizes)},
+            mends={DEGREE: 4},
         )
         for model_type, sizes, what in (
             ("mixtral", {}, "hidden size of 4096"),
@@ -770,151 +863,163 @@ CORES = [
             ),
         )
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "the width of all 8 experts, 8 x 14336",
-        {DEGREE: 24, "facts": of("mixtral", num_experts=8)},
-        {"facts": of("mixtral", num_experts=8, intermediate_size=14337)},
+        says="the width of all 8 experts, 8 x 14336",
+        breaks={DEGREE: 24, "facts": model_of("mixtral", num_experts=8)},
+        mends={"facts": model_of("mixtral", num_experts=8, intermediate_size=14337)},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "a divisor or a multiple of the 8 experts",
-        {DEGREE: 12, "facts": of("mixtral", num_experts=8)},
-        {DEGREE: 8},
+        says="a divisor or a multiple of the 8 experts",
+        breaks={DEGREE: 12, "facts": model_of("mixtral", num_experts=8)},
+        mends={DEGREE: 8},
     ),
-    (DEGREE, "note", "32 heads are padded to 48", {DEGREE: 24, "facts": LLAMA}, {DEGREE: 8}),
-    (DEGREE, "note", "8 KV heads are copied to 24", {DEGREE: 24}, {DEGREE: 8}),
+    Row(
+        DEGREE,
+        "note",
+        says="32 heads are padded to 48",
+        breaks={DEGREE: 24, "facts": LLAMA},
+        mends={DEGREE: 8},
+    ),
+    Row(DEGREE, "note", says="8 KV heads are copied to 24", breaks={DEGREE: 24}, mends={DEGREE: 8}),
     # 15.01e9 bytes of weights without the embedding, and 4096 x 131,072 of cache, on a core of 410e9 bytes/s.
-    (
+    Row(
         DEGREE,
         "note",
-        "with 8 cores it reads 1.81 GiB on each in at least 4.7 ms",
-        {DEGREE: 24, "n_positions": 4096, "max_rolling_batch_size": 1},
-        {DEGREE: 8},
+        says="with 8 cores it reads 1.81 GiB on each in at least 4.7 ms",
+        breaks={DEGREE: 24, "n_positions": 4096, "max_rolling_batch_size": 1},
+        mends={DEGREE: 8},
     ),
-    (
+    Row(
         DEGREE,
         "note",
-        "ms, which does not fit",
-        {DEGREE: 24, "facts": replace(LLAMA, num_parameters=10**11)},
-        {"facts": LLAMA},
+        says="ms, which does not fit",
+        breaks={DEGREE: 24, "facts": replace(LLAMA, num_parameters=10**11)},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         DEGREE,
         "note",
-        "GiB more on each core",
-        {DEGREE: 24},
-        {"facts": replace(LLAMA, num_parameters=None)},
+        says="GiB more on each core",
+        breaks={DEGREE: 24},
+        mends={"facts": replace(LLAMA, num_parameters=None)},
     ),
-    (
+    Row(
         DEGREE,
         "warning",
-        "8 KV heads are copied to 48 so that 12 cores share them evenly: 6.92 GiB more on each core; "
+        says="8 KV heads are copied to 48 so that 12 cores share them evenly: 6.92 GiB more on each core; "
         "tensor_parallel_degree=8 needs no more memory",
-        {DEGREE: 12, "max_rolling_batch_size": 32, "facts": replace(LLAMA, num_heads=40)},
-        {DEGREE: 24},
+        breaks={DEGREE: 12, "max_rolling_batch_size": 32, "facts": replace(LLAMA, num_heads=40)},
+        mends={DEGREE: 24},
     ),
 ]
 LAYOUT = [
-    (GQA, "warning", "divides the 8 KV heads", {DEGREE: 24, GQA: "shard-over-heads"}, {DEGREE: 8}),
-    (
+    Row(
         GQA,
         "warning",
-        "divides the 9 slots",
-        {GQA: "shard-over-batch", "max_rolling_batch_size": 9},
-        {GQA: "replicated-heads"},
+        says="divides the 8 KV heads",
+        breaks={DEGREE: 24, GQA: "shard-over-heads"},
+        mends={DEGREE: 8},
     ),
-    (
+    Row(
         GQA,
         "warning",
-        "copies the KV heads",
-        {DEGREE: 24, GQA: "all-gather-heads", "facts": replace(LLAMA, num_kv_heads=5)},
-        {GQA: None},
+        says="divides the 9 slots",
+        breaks={GQA: "shard-over-batch", "max_rolling_batch_size": 9},
+        mends={GQA: "replicated-heads"},
     ),
-    (
+    Row(
         GQA,
         "warning",
-        "divides KV heads and query heads",
+        says="copies the KV heads",
+        breaks={DEGREE: 24, GQA: "all-gather-heads", "facts": replace(LLAMA, num_kv_heads=5)},
+        mends={GQA: None},
+    ),
+    Row(
+        GQA,
+        "warning",
+        says="divides KV heads and query heads",
         # 24 cores divide 6 KV heads of 128; the 16 heads that pad 32 to 48 are no multiple of 6
-        {DEGREE: 24, GQA: "all-gather-heads", "facts": replace(LLAMA, num_kv_heads=6)},
-        {"facts": replace(LLAMA, num_kv_heads=6, num_heads=42)},
+        breaks={DEGREE: 24, GQA: "all-gather-heads", "facts": replace(LLAMA, num_kv_heads=6)},
+        mends={"facts": replace(LLAMA, num_kv_heads=6, num_heads=42)},
     ),
-    (
+    Row(
         GQA,
         "warning",
-        "nothing is shared",
-        {GQA: "all-gather-heads", "facts": MHA},
-        {"facts": LLAMA},
+        says="nothing is shared",
+        breaks={GQA: "all-gather-heads", "facts": MHA},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        "multiple of the 8 KV heads",
-        {DEGREE: 4, "shard_over_sequence": True},
-        {DEGREE: 24},
+        says="multiple of the 8 KV heads",
+        breaks={DEGREE: 4, "shard_over_sequence": True},
+        mends={DEGREE: 24},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        "each of the 8 KV heads has one core",
-        {DEGREE: 8, "shard_over_sequence": True},
-        {DEGREE: 24},
+        says="each of the 8 KV heads has one core",
+        breaks={DEGREE: 8, "shard_over_sequence": True},
+        mends={DEGREE: 24},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        "while group_query_attention is set",
-        {"shard_over_sequence": True, GQA: "replicated-heads", "facts": MHA},
-        {GQA: None},
+        says="while group_query_attention is set",
+        breaks={"shard_over_sequence": True, GQA: "replicated-heads", "facts": MHA},
+        mends={GQA: None},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        "multiple of the 8 KV heads",
-        {"loader": "nxdi", DEGREE: 4, "shard_over_sequence": True},
-        {"facts": of("mistral")},
+        says="multiple of the 8 KV heads",
+        breaks={"loader": "nxdi", DEGREE: 4, "shard_over_sequence": True},
+        mends={"facts": model_of("mistral")},
     ),
-    (
+    Row(
         # 12 heads take no more than 12 of 16 cores, which 8 KV heads do not divide
         "shard_over_sequence",
         "error",
-        "multiple of the 8 KV heads",
-        {
+        says="multiple of the 8 KV heads",
+        breaks={
             "loader": "nxdi",
             DEGREE: 16,
             "device": TRN1,
             "shard_over_sequence": True,
             "facts": replace(LLAMA, num_heads=12),
         },
-        {"loader": "tnx"},
+        mends={"loader": "tnx"},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        "the 42 heads are padded",
-        {
+        says="the 42 heads are padded",
+        breaks={
             DEGREE: 12,
             "shard_over_sequence": True,
             "facts": replace(LLAMA, num_kv_heads=6, num_heads=42),
         },
-        {"facts": replace(LLAMA, num_kv_heads=6, num_heads=36)},
+        mends={"facts": replace(LLAMA, num_kv_heads=6, num_heads=36)},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        "the 6 heads are padded",
-        {"shard_over_sequence": True, "facts": replace(LLAMA, num_kv_heads=2, num_heads=6)},
-        {"facts": replace(LLAMA, num_kv_heads=2, num_heads=4)},
+        says="the 6 heads are padded",
+        breaks={"shard_over_sequence": True, "facts": replace(LLAMA, num_kv_heads=2, num_heads=6)},
+        mends={"facts": replace(LLAMA, num_kv_heads=2, num_heads=4)},
     ),
     *(
-        (
+        Row(
             name,
             "error",
-            "multiples of 8, and not 1001; round",
-            {**NXDI, name: value, **PROMPTS},
-            change,
+            says="multiples of 8, and not 1001; round",
+            breaks={**NXDI, name: value, **PROMPTS},
+            mends=change,
         )
         for name, value, change in (
             ("sequence_parallel", True, {"context_length_estimate": (1008, 4096)}),
@@ -923,62 +1028,68 @@ LAYOUT = [
             ("windowed_context_encoding_size", 8, {"context_length_estimate": (1008, 4096)}),
         )
     ),
-    (
+    Row(
         "sequence_parallel",
         "error",
-        "multiples of 8, and not 100",
-        {**NXDI, "sequence_parallel": True, "windowed_context_encoding_size": 100},
-        {"windowed_context_encoding_size": 64},
+        says="multiples of 8, and not 100",
+        breaks={**NXDI, "sequence_parallel": True, "windowed_context_encoding_size": 100},
+        mends={"windowed_context_encoding_size": 64},
     ),
     *(
-        ("shard_over_sequence", "error", "multiples of 2, and not 1001", {**FLASH, **uneven}, even)
+        Row(
+            "shard_over_sequence",
+            "error",
+            says="multiples of 2, and not 1001",
+            breaks={**FLASH, **uneven},
+            mends=even,
+        )
         for uneven, even in (
             (PROMPTS, {"context_length_estimate": (1002, 4096)}),
             ({"n_positions": (1001, 4096)}, {"n_positions": (1002, 4096)}),
         )
     ),
-    (
+    Row(
         "windowed_context_encoding_size",
         "error",
-        "cuts prompts in static",
-        {**NXDI, "windowed_context_encoding_size": 128},
-        {"rolling_batch_strategy": "naive_rolling_batch"},
+        says="cuts prompts in static",
+        breaks={**NXDI, "windowed_context_encoding_size": 128},
+        mends={"rolling_batch_strategy": "naive_rolling_batch"},
     ),
-    (
+    Row(
         "windowed_context_encoding_size",
         "error",
-        "cuts prompts in static",
-        {**NXDI, "windowed_context_encoding_size": 1024},
-        {"context_length_estimate": (1024,)},
+        says="cuts prompts in static",
+        breaks={**NXDI, "windowed_context_encoding_size": 1024},
+        mends={"context_length_estimate": (1024,)},
     ),
-    (
+    Row(
         "cp_degree",
         "error",
-        "4 cores of a decode are fewer than the 8 KV heads",
-        {**NXDI, "cp_degree": 2, DEGREE: 4},
-        {DEGREE: 8},
+        says="4 cores of a decode are fewer than the 8 KV heads",
+        breaks={**NXDI, "cp_degree": 2, DEGREE: 4},
+        mends={DEGREE: 8},
     ),
-    (
+    Row(
         "attention_dp_degree",
         "error",
-        "4 cores of a decode are fewer than the 8 KV heads",
-        {**NXDI, "attention_dp_degree": 2},
-        {"cp_degree": 2},
+        says="4 cores of a decode are fewer than the 8 KV heads",
+        breaks={**NXDI, "attention_dp_degree": 2},
+        mends={"cp_degree": 2},
     ),
     *(
-        (
+        Row(
             "attn_kernel_enabled",
             "error",
-            f"from {least} tokens on, has no sliding window",
-            {**NXDI, "device": TRN1, "facts": of("mistral", **WINDOW), **prompts},
-            change,
+            says=f"from {least} tokens on, has no sliding window",
+            breaks={**NXDI, "device": TRN1, "facts": model_of("mistral", **WINDOW), **prompts},
+            mends=change,
         )
         for least, prompts, change in (
             (4096, {"context_length_estimate": (2048, 4096)}, {"attn_kernel_enabled": False}),
             (4096, {"context_length_estimate": (2048, 4096)}, {"device": TRN2}),
             (4096, {"context_length_estimate": (4096,)}, {"context_length_estimate": (4095,)}),
             (4096, {"context_length_estimate": (4096,)}, {"cp_degree": 2}),
-            (4096, {"context_length_estimate": (4096,)}, {"facts": of("mistral")}),
+            (4096, {"context_length_estimate": (4096,)}, {"facts": model_of("mistral")}),
             (
                 512,
                 {"context_length_estimate": (2048,), "attn_kernel_enabled": True},
@@ -987,356 +1098,394 @@ LAYOUT = [
         )
     ),
     *(
-        ("strided_context_parallel_kernel_enabled", "error", "more than 256 tokens", wrong, right)
+        Row(
+            "strided_context_parallel_kernel_enabled",
+            "error",
+            says="more than 256 tokens",
+            breaks=wrong,
+            mends=right,
+        )
         for wrong, right in (
             ({**STRIDED, "device": TRN1}, {"device": TRN2}),
             ({**STRIDED, "logical_nc_config": 1}, {"logical_nc_config": 2}),
-            ({**STRIDED, "facts": of("mistral", **WINDOW)}, {"facts": of("mistral")}),
+            ({**STRIDED, "facts": model_of("mistral", **WINDOW)}, {"facts": model_of("mistral")}),
             (
                 {**STRIDED, "context_length_estimate": (256, 4096)},
                 {"context_length_estimate": (258, 4096)},
             ),
         )
     ),
-    (
+    Row(
         "moe_ep_degree",
         "error",
-        "as many as 32 x 8 cores of moe_ep_degree",
-        {**GROUPS, "moe_tp_degree": 8, "moe_ep_degree": 32},
-        {"moe_ep_degree": 8},
+        says="as many as 32 x 8 cores of moe_ep_degree",
+        breaks={**GROUPS, "moe_tp_degree": 8, "moe_ep_degree": 32},
+        mends={"moe_ep_degree": 8},
     ),
-    (
+    Row(
         "hybrid_sharding_config",
         "error",
-        "as many as 1 x 8 cores of moe_cte_ep_degree",
-        {**GROUPS, "hybrid_sharding_config": HYBRID},
-        {"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
+        says="as many as 1 x 8 cores of moe_cte_ep_degree",
+        breaks={**GROUPS, "hybrid_sharding_config": HYBRID},
+        mends={"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
     ),
-    (
+    Row(
         "hybrid_sharding_config",
         "error",
-        "moe_cte_ep_degree is [1]; expected a whole number",
-        {**GROUPS, "hybrid_sharding_config": {**HYBRID, "moe_cte_ep_degree": [1]}},
-        {"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
+        says="moe_cte_ep_degree is [1]; expected a whole number",
+        breaks={**GROUPS, "hybrid_sharding_config": {**HYBRID, "moe_cte_ep_degree": [1]}},
+        mends={"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
     ),
-    (
+    Row(
         "moe_ep_degree",
         "error",
-        "divide the 96 experts",
-        {**GROUPS, "moe_ep_degree": 64, "facts": replace(EXPERTS, num_experts=96)},
-        {"facts": EXPERTS},
+        says="divide the 96 experts",
+        breaks={**GROUPS, "moe_ep_degree": 64, "facts": replace(EXPERTS, num_experts=96)},
+        mends={"facts": EXPERTS},
     ),
-    (
+    Row(
         "moe_ep_degree",
         "error",
-        "15 rows choose 120",
-        {**GROUPS, "moe_ep_degree": 64, "max_rolling_batch_size": 15},
-        {"max_rolling_batch_size": 16},
+        says="15 rows choose 120",
+        breaks={**GROUPS, "moe_ep_degree": 64, "max_rolling_batch_size": 15},
+        mends={"max_rolling_batch_size": 16},
     ),
-    (
+    Row(
         "moe_ep_degree",
         "error",
-        "8 rows choose 64",
-        {**GROUPS, "moe_ep_degree": 64, "token_generation_batches": (8,)},
-        {"token_generation_batches": None},
+        says="8 rows choose 64",
+        breaks={**GROUPS, "moe_ep_degree": 64, "token_generation_batches": (8,)},
+        mends={"token_generation_batches": None},
     ),
-    (
+    Row(
         "moe_ep_degree",
         "note",
-        "cannot use it; left out",
-        {**NXDI, "moe_ep_degree": 8},
-        {"facts": EXPERTS, "max_rolling_batch_size": 16},
+        says="cannot use it; left out",
+        breaks={**NXDI, "moe_ep_degree": 8},
+        mends={"facts": EXPERTS, "max_rolling_batch_size": 16},
     ),
-    (
+    Row(
         "moe_ep_degree",
         "note",
-        "cannot use it; left out",
-        {**NXDI, "moe_ep_degree": 8, "facts": of("mixtral")},
-        {"facts": EXPERTS, "max_rolling_batch_size": 16},
+        says="cannot use it; left out",
+        breaks={**NXDI, "moe_ep_degree": 8, "facts": model_of("mixtral")},
+        mends={"facts": EXPERTS, "max_rolling_batch_size": 16},
     ),
-    ("ep_degree", "error", "cannot use it; remove", {**NXDI, "ep_degree": 2}, {"facts": EXPERTS}),
+    Row(
+        "ep_degree",
+        "error",
+        says="cannot use it; remove",
+        breaks={**NXDI, "ep_degree": 2},
+        mends={"facts": EXPERTS},
+    ),
     *(
-        (
+        Row(
             "qkv_cte_nki_kernel_fuse_rope",
             "error",
-            "rotate queries and keys before their norms",
-            {**NXDI, "facts": of(name), "qkv_cte_nki_kernel_fuse_rope": True},
-            {"facts": of("qwen2")},
+            says="rotate queries and keys before their norms",
+            breaks={**NXDI, "facts": model_of(name), "qkv_cte_nki_kernel_fuse_rope": True},
+            mends={"facts": model_of("qwen2")},
         )
         for name in ("qwen3", "qwen3_moe")
     ),
     *(
-        (
+        Row(
             "vocab_parallel",
             "note",
-            "cannot use it; left out",
-            {**NXDI, "facts": of(name), "vocab_parallel": True},
-            {"facts": of("llama")},
+            says="cannot use it; left out",
+            breaks={**NXDI, "facts": model_of(name), "vocab_parallel": True},
+            mends={"facts": model_of("llama")},
         )
         for name in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
     ),
-    (
+    Row(
         "fused_rmsnorm_skip_gamma",
         "note",
-        "cannot use it; left out",
-        {**NXDI, "facts": of("qwen3"), "fused_rmsnorm_skip_gamma": True},
-        {"facts": of("llama")},
+        says="cannot use it; left out",
+        breaks={**NXDI, "facts": model_of("qwen3"), "fused_rmsnorm_skip_gamma": True},
+        mends={"facts": model_of("llama")},
     ),
-    (
+    Row(
         "async_execution",
         "error",
-        "overwrites what the model's sliding window holds; ",
-        {**NXDI, "facts": of("gpt_oss"), "on_device_generation": PER_ROW, "async_execution": True},
-        {"facts": of("llama")},
+        says="overwrites what the model's sliding window holds; ",
+        breaks={
+            **NXDI,
+            "facts": model_of("gpt_oss"),
+            "on_device_generation": PER_ROW,
+            "async_execution": True,
+        },
+        mends={"facts": model_of("llama")},
     ),
-    (
+    Row(
         "ep_degree",
         "error",
-        "fails to divide its experts",
-        {**NXDI, "ep_degree": 2, "facts": of("mixtral")},
-        {"facts": EXPERTS},
+        says="fails to divide its experts",
+        breaks={**NXDI, "ep_degree": 2, "facts": model_of("mixtral")},
+        mends={"facts": EXPERTS},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "warning",
-        "switches it off",
-        {"shard_over_sequence": True, "facts": MHA},
-        {"facts": LLAMA},
+        says="switches it off",
+        breaks={"shard_over_sequence": True, "facts": MHA},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "warning",
-        "compiled for the longest only",
-        {"shard_over_sequence": True, "n_positions": (1024, 4096), DEGREE: 24},
-        {"n_positions": 4096},
+        says="compiled for the longest only",
+        breaks={"shard_over_sequence": True, "n_positions": (1024, 4096), DEGREE: 24},
+        mends={"n_positions": 4096},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "warning",
-        "compiled for the longest only",
-        {"shard_over_sequence": True, "n_positions": (1024, 4096), DEGREE: 24},
-        {"facts": MHA},
+        says="compiled for the longest only",
+        breaks={"shard_over_sequence": True, "n_positions": (1024, 4096), DEGREE: 24},
+        mends={"facts": MHA},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "warning",
-        "compiled for the longest only",
-        {"shard_over_sequence": True, "n_positions": (1024, 4096)},
-        {"rolling_batch_strategy": "naive_rolling_batch"},
+        says="compiled for the longest only",
+        breaks={"shard_over_sequence": True, "n_positions": (1024, 4096)},
+        mends={"rolling_batch_strategy": "naive_rolling_batch"},
     ),
-    (
+    Row(
         "weight_tiling",
         "error",
-        "128 wide",
-        {"weight_tiling": True, "facts": replace(LLAMA, hidden_size=4000)},
-        {"facts": LLAMA},
+        says="128 wide",
+        breaks={"weight_tiling": True, "facts": replace(LLAMA, hidden_size=4000)},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "qkv_tiling",
         "error",
-        "each core is 4096 x 288",
-        {"qkv_tiling": True, "fuse_qkv": True, "facts": replace(LLAMA, head_dim=48)},
-        {"facts": LLAMA},
+        says="each core is 4096 x 288",
+        breaks={"qkv_tiling": True, "fuse_qkv": True, "facts": replace(LLAMA, head_dim=48)},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "qkv_tiling",
         "error",
-        "each core is 4000 x 768",
-        {"qkv_tiling": True, "fuse_qkv": True, "facts": replace(LLAMA, hidden_size=4000)},
-        {"facts": LLAMA},
+        says="each core is 4000 x 768",
+        breaks={"qkv_tiling": True, "fuse_qkv": True, "facts": replace(LLAMA, hidden_size=4000)},
+        mends={"facts": LLAMA},
     ),
-    (
+    Row(
         "pa_num_blocks",
         "error",
-        "need 1025 blocks of 32 tokens",
-        {"enable_chunked_prefill": True, "pa_num_blocks": 1024, "pa_block_size": 32},
-        {"pa_num_blocks": 1025},
+        says="need 1025 blocks of 32 tokens",
+        breaks={"enable_chunked_prefill": True, "pa_num_blocks": 1024, "pa_block_size": 32},
+        mends={"pa_num_blocks": 1025},
     ),
-    (
+    Row(
         "pa_num_blocks",
         "warning",
-        "never used",
-        {"enable_chunked_prefill": True, "pa_num_blocks": 1026, "pa_block_size": 32},
-        {"pa_num_blocks": 1025},
+        says="never used",
+        breaks={"enable_chunked_prefill": True, "pa_num_blocks": 1026, "pa_block_size": 32},
+        mends={"pa_num_blocks": 1025},
     ),
-    (
+    Row(
         "context_length_estimate",
         "error",
-        "the last must be above 8",
-        {"enable_chunked_prefill": True, "context_length_estimate": (8,)},
-        {"context_length_estimate": (9,)},
+        says="the last must be above 8",
+        breaks={"enable_chunked_prefill": True, "context_length_estimate": (8,)},
+        mends={"context_length_estimate": (9,)},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "error",
-        "lower max_rolling_batch_size below 128, or raise n_positions above 128",
-        {
+        says="lower max_rolling_batch_size below 128, or raise n_positions above 128",
+        breaks={
             "enable_chunked_prefill": True,
             "n_positions": 128,
             "max_rolling_batch_size": 128,
             "context_length_estimate": (128,),
         },
-        {"n_positions": 129},
+        mends={"n_positions": 129},
     ),
-    (
+    Row(
         "context_length_estimate",
         "error",
-        "each must be at least 8",
-        {"enable_chunked_prefill": True, "context_length_estimate": (4, 128)},
-        {"context_length_estimate": (8, 128)},
+        says="each must be at least 8",
+        breaks={"enable_chunked_prefill": True, "context_length_estimate": (4, 128)},
+        mends={"context_length_estimate": (8, 128)},
     ),
-    (
+    Row(
         "fuse_mlp",
         "error",
-        "width 14336",
-        {"fuse_mlp": True, DEGREE: 24},
-        {DEGREE: 8},
+        says="width 14336",
+        breaks={"fuse_mlp": True, DEGREE: 24},
+        mends={DEGREE: 8},
     ),
-    (
+    Row(
         "sequence_parallel",
         "error",
-        "above 2048, and not 2500",
-        {"sequence_parallel": True, "context_length_estimate": (1001, 2500)},
-        {"context_length_estimate": (1001, 2504)},
+        says="above 2048, and not 2500",
+        breaks={"sequence_parallel": True, "context_length_estimate": (1001, 2500)},
+        mends={"context_length_estimate": (1001, 2504)},
     ),
-    (
+    Row(
         "sequence_parallel",
         "error",
-        "and not 1001",
-        {
+        says="and not 1001",
+        breaks={
             "sequence_parallel": True,
             "sequence_parallel_norm_threshold": 1000,
             "context_length_estimate": (1001,),
         },
-        {"sequence_parallel_norm_threshold": 1001},
+        mends={"sequence_parallel_norm_threshold": 1001},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "does not fit: needs 24.0 GiB per core, has 16.0 GiB; smallest that fits: tensor_parallel_degree=4",
-        {DEGREE: 2, "max_rolling_batch_size": 64, "device": INF2},
-        {DEGREE: 8},
+        says="does not fit: needs 24.0 GiB per core, has 16.0 GiB; smallest that fits: tensor_parallel_degree=4",
+        breaks={DEGREE: 2, "max_rolling_batch_size": 64, "device": INF2},
+        mends={DEGREE: 8},
     ),
-    (DEGREE, "error", "quantize=static_int8", {DEGREE: 1}, {DEGREE: 2}),
-    (
+    Row(DEGREE, "error", says="quantize=static_int8", breaks={DEGREE: 1}, mends={DEGREE: 2}),
+    Row(
         "max_rolling_batch_size",
         "error",
-        "Take that, set max_rolling_batch_size=28 or set n_positions=1792",
-        {DEGREE: 2, "max_rolling_batch_size": 64, "device": SMALL},
-        {"max_rolling_batch_size": 16},
+        says="Take that, set max_rolling_batch_size=28 or set n_positions=1792",
+        breaks={DEGREE: 2, "max_rolling_batch_size": 64, "device": SMALL},
+        mends={"max_rolling_batch_size": 16},
     ),
-    (
+    Row(
         DEGREE,
         "error",
-        "no known machine holds it; use a smaller model",
-        {"facts": replace(LLAMA, num_parameters=10**13)},
-        {"device": replace(INF2, core_memory_bytes=0)},
+        says="no known machine holds it; use a smaller model",
+        breaks={"facts": replace(LLAMA, num_parameters=10**13)},
+        mends={"device": replace(INF2, core_memory_bytes=0)},
     ),
-    (
+    Row(
         "sequence_parallel",
         "error",
-        "not 2500",
-        {
+        says="not 2500",
+        breaks={
             "sequence_parallel": True,
             "context_length_estimate": (1024,),
             "n_positions": 2500,
             "rolling_batch_strategy": "naive_rolling_batch",
         },
-        {"rolling_batch_strategy": None},
+        mends={"rolling_batch_strategy": None},
     ),
-    (
+    Row(
         DEGREE,
         "note",
-        "so the memory is not checked",
-        {"facts": replace(LLAMA, num_parameters=None)},
-        {"facts": LLAMA},
+        says="so the memory is not checked",
+        breaks={"facts": replace(LLAMA, num_parameters=None)},
+        mends={"facts": LLAMA},
     ),
 ]
 # Words of a defect to what brings it up and what does not.
 UPSTREAM = {
-    "to whole numbers": (
+    "to whole numbers": Row(
         "kv_cache_quantize",
-        {"kv_cache_quantize": "int8"},
-        {"kv_cache_quantize": "fp8"},
+        "error",
+        says="answers are wrong",
+        breaks={"kv_cache_quantize": "int8"},
+        mends={"kv_cache_quantize": "fp8"},
     ),
-    "mixes up the rows": (
+    "mixes up the rows": Row(
         GQA,
-        {GQA: "shard-over-batch"},
-        {"facts": MHA},
+        "error",
+        says="answers are wrong",
+        breaks={GQA: "shard-over-batch"},
+        mends={"facts": MHA},
     ),
-    "look back one token more": (
+    "look back one token more": Row(
         "n_positions",
-        {"facts": of("mistral", **WINDOW), "context_length_estimate": (1024, 2049)},
-        {"context_length_estimate": (1024, 2048)},
+        "error",
+        says="answers are wrong",
+        breaks={"facts": model_of("mistral", **WINDOW), "context_length_estimate": (1024, 2049)},
+        mends={"context_length_estimate": (1024, 2048)},
     ),
-    "attends to all tokens": (
+    "attends to all tokens": Row(
         "n_positions",
-        {"facts": of("mixtral", **WINDOW), "n_positions": 2049, "context_length_estimate": (128,)},
-        {"n_positions": 2048},
+        "error",
+        says="answers are wrong",
+        breaks={
+            "facts": model_of("mixtral", **WINDOW),
+            "n_positions": 2049,
+            "context_length_estimate": (128,),
+        },
+        mends={"n_positions": 2048},
     ),
-    "never gives the last tokens": (
+    "never gives the last tokens": Row(
         DEGREE,
-        {"loader": "nxdi", "facts": of("llama", vocab_size=32002), DEGREE: 4},
-        {"on_device_generation": True},
+        "error",
+        says="answers are wrong",
+        breaks={"loader": "nxdi", "facts": model_of("llama", vocab_size=32002), DEGREE: 4},
+        mends={"on_device_generation": True},
     ),
-    "takes other activations": (
+    "takes other activations": Row(
         "fused_rmsnorm_mlp",
-        {
+        "error",
+        says="answers are wrong",
+        breaks={
             "loader": "nxdi",
             "device": TRN2,
-            "facts": of("llama", config={"mlp_bias": True, "hidden_act": "silu"}),
+            "facts": model_of("llama", config={"mlp_bias": True, "hidden_act": "silu"}),
             "fused_rmsnorm_mlp": True,
         },
-        {"facts": of("llama", config={"mlp_bias": False, "hidden_act": "swish"})},
+        mends={"facts": model_of("llama", config={"mlp_bias": False, "hidden_act": "swish"})},
     ),
-    "gelu_pytorch_tanh for silu": (
+    "gelu_pytorch_tanh for silu": Row(
         "fused_rmsnorm_mlp",
-        {
+        "error",
+        says="answers are wrong",
+        breaks={
             "loader": "nxdi",
             "device": TRN2,
-            "facts": of("qwen3", config={"hidden_act": "gelu"}),
+            "facts": model_of("qwen3", config={"hidden_act": "gelu"}),
             "fused_rmsnorm_mlp": True,
         },
-        {"fused_rmsnorm_mlp": False},
+        mends={"fused_rmsnorm_mlp": False},
     ),
-    "gives groups of cores no cache": (
+    "gives groups of cores no cache": Row(
         "attention_dp_degree",
-        {
+        "error",
+        says="answers are wrong",
+        breaks={
             "loader": "nxdi",
-            "facts": of("mistral", **WINDOW),
+            "facts": model_of("mistral", **WINDOW),
             "n_positions": 4096,
             DEGREE: 16,
             "attention_dp_degree": 2,
         },
-        {"n_positions": 2048},
+        mends={"n_positions": 2048},
     ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "level", "text", "situation", "change"),
+    "row",
     [*LENGTHS, *ON_CPU, *EQUIVALENTS, *BATCHES, *CORES, *LAYOUT],
+    ids=lambda row: f"{row.option}-{row.says}",
 )
-def test_a_finding_is_told_only_when_it_holds(name, level, text, situation, change):
-    assert len(matching(situation, name, level, text)) == 1
-    assert matching({**situation, **change}, name, level, text) == []
+def test_a_finding_is_told_only_when_it_holds(row):
+    assert len(matching(row.breaks, row.option, row.level, row.says)) == 1
+    assert matching({**row.breaks, **row.mends}, row.option, row.level, row.says) == []
 
 
 class TestDefects:
     @pytest.mark.parametrize("defect", UPSTREAM)
     def test_wrong_answers_are_refused_with_the_way_to_have_them(self, defect):
-        name, situation, change = UPSTREAM[defect]
-        (found,) = matching(situation, name, "error", "answers are wrong")
+        row = UPSTREAM[defect]
+        (found,) = matching(row.breaks, row.option, "error", row.says)
         assert defect in found.problem
         assert "allow_known_defects=true" in found.problem
-        assert matching({**situation, **change}, name, "error", "answers are wrong") == []
+        assert matching({**row.breaks, **row.mends}, row.option, "error", row.says) == []
 
     @pytest.mark.parametrize("defect", UPSTREAM)
     def test_whoever_accepts_them_is_warned(self, defect):
-        name, situation, _ = UPSTREAM[defect]
-        accepted = {**situation, "allow_known_defects": True}
-        assert matching(accepted, name, "error", "answers are wrong") == []
-        assert len(matching(accepted, name, "warning", "answers are wrong")) == 1
+        row = UPSTREAM[defect]
+        accepted = {**row.breaks, "allow_known_defects": True}
+        assert matching(accepted, row.option, "error", row.says) == []
+        assert len(matching(accepted, row.option, "warning", row.says)) == 1
 
     def test_every_defect_that_is_written_down_matters_somewhere(self):
         written = {
@@ -1351,7 +1500,7 @@ class TestDefects:
         assert all(any(words in problem for words in UPSTREAM) for problem in written)
 
     def test_in_static_batches_a_sequence_is_encoded_beyond_the_window_too(self):
-        short = {"facts": of("mistral", **WINDOW), "context_length_estimate": (1024,)}
+        short = {"facts": model_of("mistral", **WINDOW), "context_length_estimate": (1024,)}
         static = {**short, "rolling_batch_strategy": "naive_rolling_batch"}
         assert matching(short, "n_positions", "error", "answers are wrong") == []
         assert len(matching(static, "n_positions", "error", "answers are wrong")) == 1
@@ -1368,7 +1517,7 @@ class TestDefects:
         ],
     )
     def test_who_knows_a_sliding_window(self, loader, model_type, wrong):
-        situation = {"loader": loader, "facts": of(model_type, **WINDOW)}
+        situation = {"loader": loader, "facts": model_of(model_type, **WINDOW)}
         found = matching(situation, "n_positions", "error", "beyond the model's window")
         assert bool(found) == wrong
 
@@ -1389,13 +1538,13 @@ MODEL_TYPES = sorted({None, "phi3"}.union(*CAPABILITIES.values()), key=str)
 class TestEveryModel:
     def test_has_an_answer_with_every_loader(self, subtests):
         for case in itertools.product(
-            MODEL_TYPES, ("cpu", *CAPABILITIES), (SMALL, INF2, TRN1, TRN2, NOWHERE, UNSAID)
+            MODEL_TYPES, ("cpu", *CAPABILITIES), (SMALL, INF2, TRN1, TRN2, NO_DEVICE, UNKNOWN_TYPE)
         ):
             with subtests.test(str(case)):
                 self.check_answer(*case)
 
     def check_answer(self, model_type, loader, device):
-        facts = of(model_type, config=PUBLISHED.get(model_type, {}))
+        facts = model_of(model_type, config=PUBLISHED.get(model_type, {}))
         options = ServingOptions(model_id="m")
         filled = defaults.fill(Case(options, facts, device, NEURON_BACKENDS.get(loader)))
         options = options.model_copy(update={name: value for name, (value, _) in filled.items()})
@@ -1415,27 +1564,29 @@ class TestEveryModel:
 
     def test_a_model_of_which_nothing_is_known_has_one_too(self):
         for loader in ("cpu", *CAPABILITIES):
-            assert all(found.problem for found in say(loader=loader, facts=ModelFacts()))
+            assert all(found.problem for found in findings_of(loader=loader, facts=ModelFacts()))
 
     @pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
     def test_a_plan_that_fits_needs_nothing_to_be_changed(self, model_type):
-        facts = of(
+        facts = model_of(
             model_type, config={"hidden_act": "gelu_new"} if model_type == "gpt_neox" else {}
         )
-        assert [found for found in say(facts=facts, filled=FILLED) if found.level != "note"] == []
+        assert [
+            found for found in findings_of(facts=facts, filled=FILLED) if found.level != "note"
+        ] == []
 
 
 def test_findings_name_options_and_no_finding_is_told_twice():
     for _, _, _, situation, change in [*LENGTHS, *ON_CPU, *EQUIVALENTS, *BATCHES, *CORES, *LAYOUT]:
         for values in (situation, {**situation, **change}):
-            found = say(**values)
+            found = findings_of(**values)
             assert len(found) == len(set(found))
             assert all(set(entry.names) <= ServingOptions.model_fields.keys() for entry in found)
             assert all(entry.names and not entry.problem.endswith(".") for entry in found)
 
 
 def test_nothing_asked_of_the_cpu_is_nothing_told():
-    assert say(loader="cpu", tensor_parallel_degree=1) == []
+    assert findings_of(loader="cpu", tensor_parallel_degree=1) == []
 
 
 @pytest.mark.parametrize(
@@ -1447,7 +1598,7 @@ def test_nothing_asked_of_the_cpu_is_nothing_told():
     ],
 )
 def test_what_the_cpu_does_too_is_not_called_useless(values):
-    assert say(loader="cpu", tensor_parallel_degree=1, **values) == []
+    assert findings_of(loader="cpu", tensor_parallel_degree=1, **values) == []
 
 
 @pytest.mark.parametrize("loader", CAPABILITIES)
@@ -1488,14 +1639,14 @@ def test_every_option_without_an_equivalent_is_told(loader):
     flash=st.booleans(),
 )
 def test_any_shape_of_heads_is_judged(heads, groups, degree, slots, way, loader, model_type, flash):
-    facts = of(model_type, num_heads=heads * groups, num_kv_heads=heads)
+    facts = model_of(model_type, num_heads=heads * groups, num_kv_heads=heads)
     values = {
         DEGREE: degree,
         GQA: way,
         "max_rolling_batch_size": slots,
         "shard_over_sequence": flash,
     }
-    for found in say(loader=loader, facts=facts, device=TRN2, **values):
+    for found in findings_of(loader=loader, facts=facts, device=TRN2, **values):
         assert found.level in {"error", "warning", "note"}
 
 
@@ -1537,17 +1688,19 @@ TRAITS = [
 @pytest.mark.parametrize(("model_type", "changes", "silent", "fix"), TRAITS)
 class TestWhatAConfigurationAsksFor:
     def test_is_refused_with_the_loader_that_has_it(self, model_type, changes, silent, fix):
-        situation = {"facts": of(model_type, config=changes)}
+        situation = {"facts": model_of(model_type, config=changes)}
         loaders = "model_loader=nxdi or model_loader=cpu" if fix == "nxdi" else "model_loader=cpu"
         (found,) = matching(situation, "model_loader", "error", f"set {loaders}")
         ((name, value),) = changes.items()
         assert found.problem.startswith(f"config.json has {name}={json.dumps(value)[:30]}")
         assert ("answers are wrong" in found.problem) == silent
-        assert matching({"facts": of(model_type)}, "model_loader", "error", "config.json") == []
+        assert (
+            matching({"facts": model_of(model_type)}, "model_loader", "error", "config.json") == []
+        )
         assert matching({**situation, "loader": fix}, "model_loader", "error", "config.json") == []
 
     def test_may_be_wrong_but_not_stop(self, model_type, changes, silent, fix):
-        accepted = {"facts": of(model_type, config=changes), "allow_known_defects": True}
+        accepted = {"facts": model_of(model_type, config=changes), "allow_known_defects": True}
         stopped = matching(accepted, "model_loader", "error", "config.json")
         assert bool(stopped) != silent
         assert all(f"model_loader={fix}" in found.problem or fix == "nxdi" for found in stopped)
@@ -1564,14 +1717,14 @@ class TestWhatAConfigurationAsksFor:
     ],
 )  # fmt: skip
 def test_a_configuration_as_the_library_expects_it_has_no_trait(config):
-    known = of("llama", config=config)
+    known = model_of("llama", config=config)
     assert matching({"facts": known}, "model_loader", "error", "config.json") == []
 
 
 @pytest.mark.parametrize("config", [{}, {"hidden_act": "gelu"}])
 def test_what_is_nearly_right_gets_a_warning(config):
     (found,) = matching(
-        {"facts": of("gpt_neox", config=config)}, "model_loader", "warning", "hidden_act"
+        {"facts": model_of("gpt_neox", config=config)}, "model_loader", "warning", "hidden_act"
     )
     assert "tanh" in found.problem
 
@@ -1585,7 +1738,9 @@ def test_what_is_nearly_right_gets_a_warning(config):
     ],
 )
 def test_gptj_rotates_pairs_of_a_head(config, right):
-    found = matching({"facts": of("gptj", config=config)}, "model_loader", "error", "rotary_dim")
+    found = matching(
+        {"facts": model_of("gptj", config=config)}, "model_loader", "error", "rotary_dim"
+    )
     assert [
         "an even number within a head" in entry.problem
         and entry.problem.endswith("it would stop; correct config.json")
@@ -1594,12 +1749,12 @@ def test_gptj_rotates_pairs_of_a_head(config, right):
 
 
 def test_a_window_is_left_by_one_sequence_at_a_time_only():
-    beyond = {"facts": of("mistral", sliding_window=512), "context_length_estimate": (512,)}
+    beyond = {"facts": model_of("mistral", sliding_window=512), "context_length_estimate": (512,)}
 
     def wrong(**options):
         return [
             found.problem
-            for found in say(**{**beyond, **options})
+            for found in findings_of(**{**beyond, **options})
             if found.level == "error" and ("window" in found.problem or "BSH" in found.problem)
         ]
 
@@ -1621,10 +1776,10 @@ def test_where_nothing_fits_no_word_is_lost_on_the_rest():
         DEGREE: 24,
         "estimated_load_s": 10**6,
     }
-    fitting = say(**situation)
+    fitting = findings_of(**situation)
     names = {name for found in fitting for name in found.names}
     assert {"max_rolling_batch_size", "model_loading_timeout", DEGREE} <= names
-    (error,) = say(**situation, facts=replace(LLAMA, num_parameters=10**13))
+    (error,) = findings_of(**situation, facts=replace(LLAMA, num_parameters=10**13))
     assert error.level == "error"
 
 
@@ -1636,7 +1791,9 @@ def test_an_option_that_is_left_out_breaks_no_rule_of_the_library():
     }
     told = "a cache divided by tokens"
     assert matching(divided, "shard_over_sequence", "error", told)
-    assert not matching({**divided, "facts": of("mistral")}, "shard_over_sequence", "error", told)
+    assert not matching(
+        {**divided, "facts": model_of("mistral")}, "shard_over_sequence", "error", told
+    )
     assert not matching({**divided, "loader": "nxdi"}, "shard_over_sequence", "error", told)
 
 
@@ -1652,10 +1809,10 @@ def test_single_cores_of_a_trn2_are_twice_as_many_and_half_as_large():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_is_not_served_is_refused_before_a_start_refuses_it(name):
-    known = {"loader": "nxdi", "device": INF2, "facts": of(name)}
+    known = {"loader": "nxdi", "device": INF2, "facts": model_of(name)}
     [found] = matching(known, "model_loader", "error", f"has a class that {REFUSED[name]}, for")
     assert "model_loader=cpu" in found.problem
-    assert not matching({**known, "facts": of("llama")}, "model_loader", "error", "")
+    assert not matching({**known, "facts": model_of("llama")}, "model_loader", "error", "")
 
 
 @pytest.mark.parametrize("machine", ["inf2.48xlarge", "trn1.32xlarge"])
@@ -1676,8 +1833,8 @@ def test_cores_that_never_act_as_one_are_an_error(machine):
 )
 def test_a_layout_that_follows_from_chunks_is_not_blamed(values, name):
     chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, name: "BSH", **values}
-    assert any(name in found.names for found in say(**chunks))
-    assert not any(name in found.names for found in say(**chunks, filled=(name,)))
+    assert any(name in found.names for found in findings_of(**chunks))
+    assert not any(name in found.names for found in findings_of(**chunks, filled=(name,)))
 
 
 @pytest.mark.parametrize("value", [math.nan, "many", [8], {"a": 1}, True])

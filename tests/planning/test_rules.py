@@ -1,5 +1,7 @@
 """Rules across options: for each, what breaks it and the nearest that does not."""
 
+from typing import NamedTuple
+
 import pytest
 
 from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions, option
@@ -17,189 +19,250 @@ KERNEL = {
     "fuse_qkv": True,
 }
 
-# The first name of the finding, its level, what breaks the rule, what is changed to mend it.
+
+class Row(NamedTuple):
+    """A finding's first option and its level, options that break the rule, and the changes that mend them."""
+
+    option: str
+    level: str
+    breaks: dict
+    mends: dict
+
+
 GENERAL = [
-    ("model_id", "error", {"model_id": None}, {"model_id": "m"}),
-    ("batch_size", "error", {"batch_size": 2, "rolling_batch": "tnx"}, {"batch_size": 1}),
-    ("batch_size", "error", {"batch_size": 2, "rolling_batch": "vllm"}, {"rolling_batch": "auto"}),
-    ("async_mode", "error", {"async_mode": True, "rolling_batch": "tnx"}, {"async_mode": False}),
-    (
+    Row("model_id", "error", breaks={"model_id": None}, mends={"model_id": "m"}),
+    Row(
+        "batch_size",
+        "error",
+        breaks={"batch_size": 2, "rolling_batch": "tnx"},
+        mends={"batch_size": 1},
+    ),
+    Row(
+        "batch_size",
+        "error",
+        breaks={"batch_size": 2, "rolling_batch": "vllm"},
+        mends={"rolling_batch": "auto"},
+    ),
+    Row(
         "async_mode",
         "error",
-        {"async_mode": True, "rolling_batch": "vllm"},
-        {"rolling_batch": "disable"},
+        breaks={"async_mode": True, "rolling_batch": "tnx"},
+        mends={"async_mode": False},
     ),
-    (
+    Row(
+        "async_mode",
+        "error",
+        breaks={"async_mode": True, "rolling_batch": "vllm"},
+        mends={"rolling_batch": "disable"},
+    ),
+    Row(
         "batch_size",
         "warning",
-        {"batch_size": 4, "max_rolling_batch_size": 3},
-        {"max_rolling_batch_size": 4},
+        breaks={"batch_size": 4, "max_rolling_batch_size": 3},
+        mends={"max_rolling_batch_size": 4},
     ),
-    (
+    Row(
         "max_rolling_batch_size",
         "error",
-        {"max_rolling_batch_size": MAX_ROWS + 1, "rolling_batch": "tnx"},
-        {"max_rolling_batch_size": MAX_ROWS},
+        breaks={"max_rolling_batch_size": MAX_ROWS + 1, "rolling_batch": "tnx"},
+        mends={"max_rolling_batch_size": MAX_ROWS},
     ),
-    (
+    Row(
         "context_length_estimate",
         "error",
-        {"context_length_estimate": (128, 512), "n_positions": 511},
-        {"n_positions": 512},
+        breaks={"context_length_estimate": (128, 512), "n_positions": 511},
+        mends={"n_positions": 512},
     ),
-    (
+    Row(
         "context_length_estimate",
         "error",
-        {"context_length_estimate": (512,), "n_positions": (128, 256)},
-        {"n_positions": (128, 512)},
+        breaks={"context_length_estimate": (512,), "n_positions": (128, 256)},
+        mends={"n_positions": (128, 512)},
     ),
-    (
+    Row(
         "max_join_wait_ms",
         "error",
-        {"max_join_wait_ms": 2000, "predict_timeout": 2},
-        {"max_join_wait_ms": 1999},
+        breaks={"max_join_wait_ms": 2000, "predict_timeout": 2},
+        mends={"max_join_wait_ms": 1999},
     ),
-    (
+    Row(
         "max_join_wait_ms",
         "error",
-        {"max_join_wait_ms": 2000, "predict_timeout": 1},
-        {"queue_timeout": 3},
+        breaks={"max_join_wait_ms": 2000, "predict_timeout": 1},
+        mends={"queue_timeout": 3},
     ),
-    (
+    Row(
         "max_join_wait_ms",
         "error",
-        {"max_join_wait_ms": 2000, "queue_timeout": 1},
-        {"max_join_wait_ms": 999},
+        breaks={"max_join_wait_ms": 2000, "queue_timeout": 1},
+        mends={"max_join_wait_ms": 999},
     ),
-    (
+    Row(
         "rolling_batch_strategy",
         "note",
-        {"rolling_batch_strategy": "continuous_batching", "rolling_batch": "disable"},
-        {"async_mode": True},
+        breaks={"rolling_batch_strategy": "continuous_batching", "rolling_batch": "disable"},
+        mends={"async_mode": True},
     ),
-    ("model_loader", "note", {"model_loader": "optimum"}, {"model_loader": "auto"}),
-    ("model_loader", "note", {"model_loader": "vllm"}, {"model_loader": "tnx"}),
-    (
+    Row("model_loader", "note", breaks={"model_loader": "optimum"}, mends={"model_loader": "auto"}),
+    Row("model_loader", "note", breaks={"model_loader": "vllm"}, mends={"model_loader": "tnx"}),
+    Row(
         "tensor_parallel_degree",
         "error",
-        {"tensor_parallel_degree": "max", "replicas": 2},
-        {"tensor_parallel_degree": 2},
+        breaks={"tensor_parallel_degree": "max", "replicas": 2},
+        mends={"tensor_parallel_degree": 2},
     ),
-    ("replicas", "error", {"engine_process": False, "replicas": "max"}, {"replicas": 1}),
-    (
+    Row(
+        "replicas",
+        "error",
+        breaks={"engine_process": False, "replicas": "max"},
+        mends={"replicas": 1},
+    ),
+    Row(
         "pipeline_parallel_degree",
         "warning",
-        {"pipeline_parallel_degree": 2},
-        {"pipeline_parallel_degree": 1},
+        breaks={"pipeline_parallel_degree": 2},
+        mends={"pipeline_parallel_degree": 1},
     ),
-    (
+    Row(
         "speculative_draft_model",
         "error",
-        {**DRAFT, "speculative_length": 0},
-        {"speculative_length": 1},
+        breaks={**DRAFT, "speculative_length": 0},
+        mends={"speculative_length": 1},
     ),
-    ("speculative_length", "warning", {"speculative_length": 4}, DRAFT),
-    ("speculative_length", "warning", {"speculative_length": 4}, LOOKUP),
-    (
+    Row("speculative_length", "warning", breaks={"speculative_length": 4}, mends=DRAFT),
+    Row("speculative_length", "warning", breaks={"speculative_length": 4}, mends=LOOKUP),
+    Row(
         "ngram_prompt_lookup_max",
         "error",
-        {**LOOKUP, "speculative_length": 0},
-        {"speculative_length": 1},
+        breaks={**LOOKUP, "speculative_length": 0},
+        mends={"speculative_length": 1},
     ),
-    ("ngram_prompt_lookup_max", "error", {**LOOKUP, **DRAFT}, {"speculative_draft_model": None}),
-    (
+    Row(
         "ngram_prompt_lookup_max",
         "error",
-        {**LOOKUP, "enable_chunked_prefill": True},
-        {"enable_chunked_prefill": False},
+        breaks={**LOOKUP, **DRAFT},
+        mends={"speculative_draft_model": None},
     ),
-    ("speculative_length", "warning", {"speculative_length": 6}, {"speculative_length": 5}),
-    ("speculative_length", "warning", {"speculative_length": 1}, {"speculative_length": 0}),
-    ("draft_model_tp_size", "warning", {"draft_model_tp_size": 1}, DRAFT),
-    ("draft_model_compiled_path", "warning", {"draft_model_compiled_path": "p"}, DRAFT),
-    (
+    Row(
+        "ngram_prompt_lookup_max",
+        "error",
+        breaks={**LOOKUP, "enable_chunked_prefill": True},
+        mends={"enable_chunked_prefill": False},
+    ),
+    Row(
+        "speculative_length",
+        "warning",
+        breaks={"speculative_length": 6},
+        mends={"speculative_length": 5},
+    ),
+    Row(
+        "speculative_length",
+        "warning",
+        breaks={"speculative_length": 1},
+        mends={"speculative_length": 0},
+    ),
+    Row("draft_model_tp_size", "warning", breaks={"draft_model_tp_size": 1}, mends=DRAFT),
+    Row(
+        "draft_model_compiled_path",
+        "warning",
+        breaks={"draft_model_compiled_path": "p"},
+        mends=DRAFT,
+    ),
+    Row(
         "speculative_draft_model",
         "error",
-        {**DRAFT, "enable_chunked_prefill": True},
-        {"enable_chunked_prefill": False},
+        breaks={**DRAFT, "enable_chunked_prefill": True},
+        mends={"enable_chunked_prefill": False},
     ),
-    (
+    Row(
         "enable_chunked_prefill",
         "error",
-        {"enable_chunked_prefill": True, "is_block_kv_layout": False},
-        {"is_block_kv_layout": True},
+        breaks={"enable_chunked_prefill": True, "is_block_kv_layout": False},
+        mends={"is_block_kv_layout": True},
     ),
-    ("pa_block_size", "warning", {"pa_block_size": 32}, {"is_block_kv_layout": True}),
-    ("pa_num_blocks", "warning", {"pa_num_blocks": 32}, {"enable_chunked_prefill": True}),
+    Row(
+        "pa_block_size", "warning", breaks={"pa_block_size": 32}, mends={"is_block_kv_layout": True}
+    ),
+    Row(
+        "pa_num_blocks",
+        "warning",
+        breaks={"pa_num_blocks": 32},
+        mends={"enable_chunked_prefill": True},
+    ),
     *(
-        (
+        Row(
             name,
             "error",
-            {name: True, "rolling_batch_strategy": "naive_rolling_batch"},
-            {"rolling_batch_strategy": "continuous_batching"},
+            breaks={name: True, "rolling_batch_strategy": "naive_rolling_batch"},
+            mends={"rolling_batch_strategy": "continuous_batching"},
         )
         for name in ("enable_chunked_prefill", "is_block_kv_layout")
     ),
-    (
+    Row(
         "padding_side",
         "error",
-        {"padding_side": "left", "rolling_batch_strategy": "continuous_batching"},
-        {"padding_side": "right"},
+        breaks={"padding_side": "left", "rolling_batch_strategy": "continuous_batching"},
+        mends={"padding_side": "right"},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {"on_device_generation": {**PER_ROW, "top_k": 65, "global_top_k": 64}},
-        {"on_device_generation": {**PER_ROW, "top_k": 64, "global_top_k": 64}},
+        breaks={"on_device_generation": {**PER_ROW, "top_k": 65, "global_top_k": 64}},
+        mends={"on_device_generation": {**PER_ROW, "top_k": 64, "global_top_k": 64}},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {"on_device_generation": {"do_sample": True, "per_batch_line": True}},
-        {"on_device_generation": PER_ROW},
+        breaks={"on_device_generation": {"do_sample": True, "per_batch_line": True}},
+        mends={"on_device_generation": PER_ROW},
     ),
-    (
+    Row(
         "on_device_default_top_k",
         "warning",
-        {"on_device_default_top_k": "global_top_k"},
-        {"on_device_generation": True},
+        breaks={"on_device_default_top_k": "global_top_k"},
+        mends={"on_device_generation": True},
     ),
-    (
+    Row(
         "on_device_generation",
         "warning",
-        {"on_device_generation": {"temperature": 0.5}},
-        {"on_device_generation": {"temperature": 0.5, "do_sample": True}},
+        breaks={"on_device_generation": {"temperature": 0.5}},
+        mends={"on_device_generation": {"temperature": 0.5, "do_sample": True}},
     ),
-    (
+    Row(
         "on_device_generation",
         "warning",
-        {"on_device_generation": {"top_p": 0.5}},
-        {"on_device_generation": {"top_p": 0.5, "dynamic": True}},
+        breaks={"on_device_generation": {"top_p": 0.5}},
+        mends={"on_device_generation": {"top_p": 0.5, "dynamic": True}},
     ),
-    (
+    Row(
         "partition_schema",
         "error",
-        {"partition_schema": "optimum", "save_mp_checkpoint_path": "p"},
-        {"partition_schema": None},
+        breaks={"partition_schema": "optimum", "save_mp_checkpoint_path": "p"},
+        mends={"partition_schema": None},
     ),
-    ("partition_schema", "warning", {"partition_schema": "optimum"}, {"partition_schema": None}),
-    (
+    Row(
+        "partition_schema",
+        "warning",
+        breaks={"partition_schema": "optimum"},
+        mends={"partition_schema": None},
+    ),
+    Row(
         "load_split_model",
         "error",
-        {"load_split_model": True, "partition_schema": "safetensors"},
-        {"load_split_model": False},
+        breaks={"load_split_model": True, "partition_schema": "safetensors"},
+        mends={"load_split_model": False},
     ),
-    (
+    Row(
         "load_split_model",
         "error",
-        {"load_split_model": True, "save_mp_checkpoint_path": "p"},
-        {"save_mp_checkpoint_path": None},
+        breaks={"load_split_model": True, "save_mp_checkpoint_path": "p"},
+        mends={"save_mp_checkpoint_path": None},
     ),
-    (
+    Row(
         "quantize",
         "warning",
-        {"quantize": "static_int8", "dtype": "float32"},
-        {"dtype": "bfloat16"},
+        breaks={"quantize": "static_int8", "dtype": "float32"},
+        mends={"dtype": "bfloat16"},
     ),
 ]
 WHOLE_HEADS = {"attention_layout": "BSH", "group_query_attention": "replicated-heads"}
@@ -210,193 +273,235 @@ BSH = {"cache_layout": "BSH", "n_positions": 512, "max_rolling_batch_size": 4}
 CHUNKS = {"enable_chunked_prefill": True}
 ONE_LENGTH = {**BSH, "context_length_estimate": (512,)}
 TNX = [
-    ("qkv_tiling", "error", {"qkv_tiling": True}, {"fuse_qkv": True}),
-    ("fuse_mlp", "error", {"fuse_mlp": True}, {"mlp_out_weight_transpose": True}),
-    ("fuse_mlp", "error", {"fuse_mlp": True}, {"multi_node": True}),
-    (
+    Row("qkv_tiling", "error", breaks={"qkv_tiling": True}, mends={"fuse_qkv": True}),
+    Row("fuse_mlp", "error", breaks={"fuse_mlp": True}, mends={"mlp_out_weight_transpose": True}),
+    Row("fuse_mlp", "error", breaks={"fuse_mlp": True}, mends={"multi_node": True}),
+    Row(
         "fuse_mlp",
         "error",
-        {"multi_node": True, "mlp_out_weight_transpose": False},
-        {"mlp_out_weight_transpose": None},
+        breaks={"multi_node": True, "mlp_out_weight_transpose": False},
+        mends={"mlp_out_weight_transpose": None},
     ),
-    ("fused_rmsnorm_qkv", "warning", {**NORM, "fuse_qkv": None}, {"fuse_qkv": True}),
-    (
+    Row(
+        "fused_rmsnorm_qkv", "warning", breaks={**NORM, "fuse_qkv": None}, mends={"fuse_qkv": True}
+    ),
+    Row(
         "fused_rmsnorm_qkv",
         "warning",
-        {**NORM, "attention_layout": "HSB"},
-        {"attention_layout": "BSH"},
+        breaks={**NORM, "attention_layout": "HSB"},
+        mends={"attention_layout": "BSH"},
     ),
-    (
+    Row(
         "fused_rmsnorm_qkv",
         "warning",
-        {**NORM, "group_query_attention": "shard-over-heads"},
-        WHOLE_HEADS,
+        breaks={**NORM, "group_query_attention": "shard-over-heads"},
+        mends=WHOLE_HEADS,
     ),
-    (
+    Row(
         "fused_rmsnorm_qkv",
         "warning",
-        {**NORM, "sequence_parallel": True},
-        {"sequence_parallel": False},
+        breaks={**NORM, "sequence_parallel": True},
+        mends={"sequence_parallel": False},
     ),
-    (
+    Row(
         "fused_rmsnorm_mlp",
         "warning",
-        {"fused_rmsnorm_mlp": True, "attention_layout": "BSH"},
-        WHOLE_HEADS,
+        breaks={"fused_rmsnorm_mlp": True, "attention_layout": "BSH"},
+        mends=WHOLE_HEADS,
     ),
     *(
-        (name, "error", {name: order, "weight_tiling": True}, {name: (1, 2, 0, 3)})
+        Row(name, "error", breaks={name: order, "weight_tiling": True}, mends={name: (1, 2, 0, 3)})
         for name in ORDERS
         for order in ((3, 2, 1, 0), (1, 1, 2, 3))
     ),
-    *((name, "warning", {name: (1, 2, 0, 3)}, {"weight_tiling": True}) for name in ORDERS),
-    (
+    *(
+        Row(name, "warning", breaks={name: (1, 2, 0, 3)}, mends={"weight_tiling": True})
+        for name in ORDERS
+    ),
+    Row(
         "mlp_out_weight_transpose",
         "warning",
-        {"mlp_out_weight_transpose": True, "weight_tiling": True},
-        {"fuse_mlp": True},
+        breaks={"mlp_out_weight_transpose": True, "weight_tiling": True},
+        mends={"fuse_mlp": True},
     ),
-    (
+    Row(
         "cache_layout",
         "error",
-        {**ONE_LENGTH, "rolling_batch_strategy": "naive_rolling_batch"},
-        {"rolling_batch_strategy": None},
+        breaks={**ONE_LENGTH, "rolling_batch_strategy": "naive_rolling_batch"},
+        mends={"rolling_batch_strategy": None},
     ),
-    (
+    Row(
         "cache_layout",
         "error",
-        {**ONE_LENGTH, "max_rolling_batch_size": 1},
-        {"max_rolling_batch_size": 2},
+        breaks={**ONE_LENGTH, "max_rolling_batch_size": 1},
+        mends={"max_rolling_batch_size": 2},
     ),
-    (
+    Row(
         "cache_layout",
         "error",
-        {**BSH, "context_length_estimate": (128, 512)},
-        {"context_length_estimate": (512,)},
+        breaks={**BSH, "context_length_estimate": (128, 512)},
+        mends={"context_length_estimate": (512,)},
     ),
-    ("cache_layout", "error", {**BSH, "n_positions": (128, 512)}, {"n_positions": (512,)}),
-    ("is_block_kv_layout", "error", {"is_block_kv_layout": True}, CHUNKS),
-    ("enable_chunked_prefill", "error", {**CHUNKS, "cache_layout": "SBH"}, {"cache_layout": "BSH"}),
-    ("pa_block_size", "error", {**CHUNKS, "pa_block_size": 48}, {"pa_block_size": 32}),
-    (
-        "pa_block_size",
+    Row(
+        "cache_layout",
         "error",
-        {**CHUNKS, "pa_block_size": 64, "n_positions": 64},
-        {"n_positions": 65},
+        breaks={**BSH, "n_positions": (128, 512)},
+        mends={"n_positions": (512,)},
     ),
-    (
+    Row("is_block_kv_layout", "error", breaks={"is_block_kv_layout": True}, mends=CHUNKS),
+    Row(
         "enable_chunked_prefill",
         "error",
-        {**CHUNKS, "group_query_attention": "shard-over-batch"},
-        {"group_query_attention": "replicated-heads"},
+        breaks={**CHUNKS, "cache_layout": "SBH"},
+        mends={"cache_layout": "BSH"},
     ),
-    (
+    Row(
+        "pa_block_size",
+        "error",
+        breaks={**CHUNKS, "pa_block_size": 48},
+        mends={"pa_block_size": 32},
+    ),
+    Row(
+        "pa_block_size",
+        "error",
+        breaks={**CHUNKS, "pa_block_size": 64, "n_positions": 64},
+        mends={"n_positions": 65},
+    ),
+    Row(
+        "enable_chunked_prefill",
+        "error",
+        breaks={**CHUNKS, "group_query_attention": "shard-over-batch"},
+        mends={"group_query_attention": "replicated-heads"},
+    ),
+    Row(
         "kv_cache_quantize",
         "error",
-        {**CHUNKS, "kv_cache_quantize": "fp8"},
-        {"kv_cache_quantize": None},
+        breaks={**CHUNKS, "kv_cache_quantize": "fp8"},
+        mends={"kv_cache_quantize": None},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        {**CHUNKS, "shard_over_sequence": True},
-        {"shard_over_sequence": False},
+        breaks={**CHUNKS, "shard_over_sequence": True},
+        mends={"shard_over_sequence": False},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {**CHUNKS, "on_device_generation": True},
-        {"on_device_generation": {"do_sample": False}},
+        breaks={**CHUNKS, "on_device_generation": True},
+        mends={"on_device_generation": {"do_sample": False}},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {**CHUNKS, "on_device_generation": {"do_sample": True, "top_k": 4}},
-        {"on_device_generation": {"do_sample": False}},
+        breaks={**CHUNKS, "on_device_generation": {"do_sample": True, "top_k": 4}},
+        mends={"on_device_generation": {"do_sample": False}},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {**CHUNKS, "on_device_generation": {"do_sample": True}},
-        {"enable_chunked_prefill": False},
+        breaks={**CHUNKS, "on_device_generation": {"do_sample": True}},
+        mends={"enable_chunked_prefill": False},
     ),
-    (
+    Row(
         "cache_layout",
         "error",
-        {**ONE_LENGTH, "group_query_attention": "shard-over-batch"},
-        {"group_query_attention": "replicated-heads"},
+        breaks={**ONE_LENGTH, "group_query_attention": "shard-over-batch"},
+        mends={"group_query_attention": "replicated-heads"},
     ),
-    (
+    Row(
         "shard_over_sequence",
         "error",
-        {**ONE_LENGTH, "shard_over_sequence": True},
-        {"cache_layout": "SBH"},
+        breaks={**ONE_LENGTH, "shard_over_sequence": True},
+        mends={"cache_layout": "SBH"},
     ),
-    (
+    Row(
         "duplicate_q_weight_sos",
         "warning",
-        {"duplicate_q_weight_sos": True},
-        {"shard_over_sequence": True},
+        breaks={"duplicate_q_weight_sos": True},
+        mends={"shard_over_sequence": True},
     ),
-    (
+    Row(
         "sequence_parallel_norm_threshold",
         "warning",
-        {"sequence_parallel_norm_threshold": 512},
-        {"sequence_parallel": True},
+        breaks={"sequence_parallel_norm_threshold": 512},
+        mends={"sequence_parallel": True},
     ),
-    (
+    Row(
         "speculative_length",
         "error",
-        {**LOOKUP, "speculative_length": 128, "context_length_estimate": (64, 128)},
-        {"speculative_length": 127},
+        breaks={**LOOKUP, "speculative_length": 128, "context_length_estimate": (64, 128)},
+        mends={"speculative_length": 127},
     ),
     *(
         row
         for drafts in (DRAFT, LOOKUP)
         for row in (
-            (
+            Row(
                 "rolling_batch_strategy",
                 "error",
-                {**drafts, "rolling_batch_strategy": "naive_rolling_batch"},
-                {"rolling_batch_strategy": "continuous_batching"},
+                breaks={**drafts, "rolling_batch_strategy": "naive_rolling_batch"},
+                mends={"rolling_batch_strategy": "continuous_batching"},
             ),
-            ("cache_layout", "error", {**drafts, **ONE_LENGTH}, {"cache_layout": "SBH"}),
-            ("cache_layout", "error", {**drafts, **ONE_LENGTH}, {"speculative_length": 0}),
-            (
+            Row(
+                "cache_layout",
+                "error",
+                breaks={**drafts, **ONE_LENGTH},
+                mends={"cache_layout": "SBH"},
+            ),
+            Row(
+                "cache_layout",
+                "error",
+                breaks={**drafts, **ONE_LENGTH},
+                mends={"speculative_length": 0},
+            ),
+            Row(
                 next(iter(drafts)),
                 "error",
-                {**drafts, "on_device_generation": True},
-                {"on_device_generation": None},
+                breaks={**drafts, "on_device_generation": True},
+                mends={"on_device_generation": None},
             ),
-            (
+            Row(
                 next(iter(drafts)),
                 "error",
-                {**drafts, "shard_over_sequence": True},
-                {"shard_over_sequence": None},
+                breaks={**drafts, "shard_over_sequence": True},
+                mends={"shard_over_sequence": None},
             ),
         )
     ),
-    ("speculative_length", "error", {**LOOKUP, "n_positions": 6}, {"n_positions": 7}),
-    ("speculative_length", "error", {**DRAFT, "n_positions": (6,)}, {"n_positions": (6, 7)}),
-    ("speculative_length", "error", {**DRAFT, "n_positions": (5, 64)}, {"n_positions": (6, 64)}),
-    (
-        "speculative_length",
-        "error",
-        {**LOOKUP, "speculative_length": 128, "n_positions": 512},
-        {"speculative_length": 127},
+    Row(
+        "speculative_length", "error", breaks={**LOOKUP, "n_positions": 6}, mends={"n_positions": 7}
     ),
-    (
+    Row(
         "speculative_length",
         "error",
-        {**LOOKUP, "speculative_length": 128, "n_positions": 512},
-        {"n_positions": (256, 512)},
+        breaks={**DRAFT, "n_positions": (6,)},
+        mends={"n_positions": (6, 7)},
+    ),
+    Row(
+        "speculative_length",
+        "error",
+        breaks={**DRAFT, "n_positions": (5, 64)},
+        mends={"n_positions": (6, 64)},
+    ),
+    Row(
+        "speculative_length",
+        "error",
+        breaks={**LOOKUP, "speculative_length": 128, "n_positions": 512},
+        mends={"speculative_length": 127},
+    ),
+    Row(
+        "speculative_length",
+        "error",
+        breaks={**LOOKUP, "speculative_length": 128, "n_positions": 512},
+        mends={"n_positions": (256, 512)},
     ),
     *(
-        (
+        Row(
             "sequence_parallel",
             "error",
-            {**LOOKUP, "sequence_parallel": True, **norm},
-            change,
+            breaks={**LOOKUP, "sequence_parallel": True, **norm},
+            mends=change,
         )
         for norm, change in (
             ({"sequence_parallel_norm_threshold": 5}, {"sequence_parallel_norm_threshold": 6}),
@@ -404,11 +509,11 @@ TNX = [
             ({"speculative_length": 2048}, {"speculative_length": 2047}),
         )
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {"on_device_generation": {"do_sample": True, "global_top_k": 64}},
-        {"on_device_generation": {"do_sample": True, "global_top_k": 64, "dynamic": True}},
+        breaks={"on_device_generation": {"do_sample": True, "global_top_k": 64}},
+        mends={"on_device_generation": {"do_sample": True, "global_top_k": 64, "dynamic": True}},
     ),
 ]
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
@@ -419,238 +524,260 @@ LATER = {
     "is_block_kv_layout": True,
 }
 NXDI = [
-    ("cp_degree", "error", {**CORES, "cp_degree": 3}, {"cp_degree": 4}),
-    (
+    Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
+    Row(
         "attention_dp_degree",
         "error",
-        {"tensor_parallel_degree": 8, "max_rolling_batch_size": 12, "attention_dp_degree": 3},
-        {"attention_dp_degree": 4},
+        breaks={
+            "tensor_parallel_degree": 8,
+            "max_rolling_batch_size": 12,
+            "attention_dp_degree": 3,
+        },
+        mends={"attention_dp_degree": 4},
     ),
-    (
+    Row(
         "attention_dp_degree",
         "error",
-        {**CORES, "max_rolling_batch_size": 6, "attention_dp_degree": 4},
-        {"max_rolling_batch_size": 12},
+        breaks={**CORES, "max_rolling_batch_size": 6, "attention_dp_degree": 4},
+        mends={"max_rolling_batch_size": 12},
     ),
-    (
+    Row(
         "attention_dp_degree",
         "error",
-        {**CORES, "attention_dp_degree": 2, "rolling_batch_strategy": "naive_rolling_batch"},
-        {"rolling_batch_strategy": "continuous_batching"},
+        breaks={**CORES, "attention_dp_degree": 2, "rolling_batch_strategy": "naive_rolling_batch"},
+        mends={"rolling_batch_strategy": "continuous_batching"},
     ),
-    (
+    Row(
         "cp_degree",
         "error",
-        {**CORES, "cp_degree": 2, "attention_dp_degree": 4},
-        {"cp_degree": 4},
+        breaks={**CORES, "cp_degree": 2, "attention_dp_degree": 4},
+        mends={"cp_degree": 4},
     ),
-    (
+    Row(
         "mlp_cp_degree",
         "error",
-        {"mlp_cp_degree": 2, "cp_degree": 2},
-        {"sequence_parallel": True},
+        breaks={"mlp_cp_degree": 2, "cp_degree": 2},
+        mends={"sequence_parallel": True},
     ),
-    (
+    Row(
         "mlp_cp_degree",
         "error",
-        {**CORES, "mlp_cp_degree": 2, "sequence_parallel": True},
-        {"cp_degree": 2},
+        breaks={**CORES, "mlp_cp_degree": 2, "sequence_parallel": True},
+        mends={"cp_degree": 2},
     ),
     *(
-        (name, "error", {name: True}, {"fuse_qkv": True})
+        Row(name, "error", breaks={name: True}, mends={"fuse_qkv": True})
         for name in ("fused_rmsnorm_qkv", "qkv_nki_kernel_enabled")
     ),
-    (
+    Row(
         "qkv_kernel_fuse_residual_add",
         "error",
-        {"qkv_kernel_fuse_residual_add": True, "fuse_qkv": True},
-        {"fused_rmsnorm_qkv": True},
+        breaks={"qkv_kernel_fuse_residual_add": True, "fuse_qkv": True},
+        mends={"fused_rmsnorm_qkv": True},
     ),
     *(
-        (
+        Row(
             f"{part}_kernel_fuse_residual_add",
             "error",
-            {
+            breaks={
                 f"{part}_kernel_fuse_residual_add": True,
                 f"fused_rmsnorm_{part}": True,
                 "fuse_qkv": True,
                 "sequence_parallel": True,
             },
-            {"sequence_parallel": False},
+            mends={"sequence_parallel": False},
         )
         for part in ("mlp", "qkv")
     ),
     *(
-        ("fused_rmsnorm_skip_gamma", "error", {**SKIP, **more}, dict.fromkeys(more, False))
+        Row(
+            "fused_rmsnorm_skip_gamma",
+            "error",
+            breaks={**SKIP, **more},
+            mends=dict.fromkeys(more, False),
+        )
         for more in (
             {"fused_rmsnorm_mlp": True},
             {"sequence_parallel": True},
             {"attn_block_tkg_nki_kernel_enabled": True},
         )
     ),
-    (
+    Row(
         "strided_context_parallel_kernel_enabled",
         "error",
-        {**CORES, "strided_context_parallel_kernel_enabled": True, "cp_degree": 1},
-        {"cp_degree": 2},
+        breaks={**CORES, "strided_context_parallel_kernel_enabled": True, "cp_degree": 1},
+        mends={"cp_degree": 2},
     ),
-    (
+    Row(
         "ep_dispatch_cc_option",
         "error",
-        {**CORES, "ep_dispatch_cc_option": "RS_AG", "max_rolling_batch_size": 7},
-        {"max_rolling_batch_size": 8},
+        breaks={**CORES, "ep_dispatch_cc_option": "RS_AG", "max_rolling_batch_size": 7},
+        mends={"max_rolling_batch_size": 8},
     ),
-    (
+    Row(
         "attention_dp_degree",
         "error",
-        {
+        breaks={
             **CORES,
             **KERNEL,
             "attention_dp_degree": 2,
             "attn_block_tkg_nki_kernel_cache_update": True,
         },
-        {"attn_block_tkg_nki_kernel_cascaded_attention": True},
+        mends={"attn_block_tkg_nki_kernel_cascaded_attention": True},
     ),
-    (
+    Row(
         "attention_dtype",
         "error",
-        {"attention_dtype": "float32", "dtype": "bfloat16"},
-        {"cast_type": "as-declared"},
+        breaks={"attention_dtype": "float32", "dtype": "bfloat16"},
+        mends={"cast_type": "as-declared"},
     ),
-    (
+    Row(
         "attention_dtype",
         "error",
-        {"attention_dtype": "float32", "dtype": "float16"},
-        {"dtype": "float32"},
+        breaks={"attention_dtype": "float32", "dtype": "float16"},
+        mends={"dtype": "float32"},
     ),
-    (
+    Row(
         "qkv_cte_nki_kernel_fuse_rope",
         "error",
-        {
+        breaks={
             "qkv_cte_nki_kernel_fuse_rope": True,
             "qkv_nki_kernel_enabled": True,
             "fuse_qkv": True,
         },
-        {"fused_rmsnorm_qkv": True},
+        mends={"fused_rmsnorm_qkv": True},
     ),
-    (
+    Row(
         "attn_block_tkg_nki_kernel_enabled",
         "error",
-        {"attn_block_tkg_nki_kernel_enabled": True, "fuse_qkv": True},
-        {"qkv_nki_kernel_enabled": True},
+        breaks={"attn_block_tkg_nki_kernel_enabled": True, "fuse_qkv": True},
+        mends={"qkv_nki_kernel_enabled": True},
     ),
     *(
-        (name, "error", {name: True}, KERNEL)
+        Row(name, "error", breaks={name: True}, mends=KERNEL)
         for name in (
             "attn_block_tkg_nki_kernel_cache_update",
             "attn_block_tkg_nki_kernel_cascaded_attention",
         )
     ),
-    (
+    Row(
         "attn_block_tkg_nki_kernel_enabled",
         "error",
-        {**KERNEL, "shard_over_sequence": True},
-        {"shard_over_sequence": False},
+        breaks={**KERNEL, "shard_over_sequence": True},
+        mends={"shard_over_sequence": False},
     ),
-    (
+    Row(
         "k_cache_transposed",
         "error",
-        {"k_cache_transposed": True, "shard_over_sequence": True},
-        {"k_cache_transposed": False},
+        breaks={"k_cache_transposed": True, "shard_over_sequence": True},
+        mends={"k_cache_transposed": False},
     ),
     *(
-        (name, "error", {**CORES, name: 2, "shard_over_sequence": True}, {name: 1})
+        Row(name, "error", breaks={**CORES, name: 2, "shard_over_sequence": True}, mends={name: 1})
         for name in ("cp_degree", "attention_dp_degree")
     ),
-    (
+    Row(
         "attention_dp_degree",
         "error",
-        {**CORES, "attention_dp_degree": 2, "token_generation_batches": (4,)},
-        {"token_generation_batches": None},
+        breaks={**CORES, "attention_dp_degree": 2, "token_generation_batches": (4,)},
+        mends={"token_generation_batches": None},
     ),
-    (
+    Row(
         "token_generation_batches",
         "error",
-        {**CORES, "token_generation_batches": (4, 9)},
-        {"token_generation_batches": (4, 8)},
+        breaks={**CORES, "token_generation_batches": (4, 9)},
+        mends={"token_generation_batches": (4, 8)},
     ),
-    (
+    Row(
         "padding_side",
         "error",
-        {"padding_side": "left", "rolling_batch_strategy": "naive_rolling_batch"},
-        {"padding_side": "right"},
+        breaks={"padding_side": "left", "rolling_batch_strategy": "naive_rolling_batch"},
+        mends={"padding_side": "right"},
     ),
-    (
+    Row(
         "output_logits",
         "error",
-        {
+        breaks={
             **CORES,
             "on_device_generation": True,
             "output_logits": True,
             "token_generation_batches": (1, 2),
             "rolling_batch_strategy": "naive_rolling_batch",
         },
-        {"rolling_batch_strategy": "continuous_batching"},
+        mends={"rolling_batch_strategy": "continuous_batching"},
     ),
-    ("async_execution", "error", {"async_execution": True}, {"on_device_generation": True}),
-    (
+    Row(
+        "async_execution",
+        "error",
+        breaks={"async_execution": True},
+        mends={"on_device_generation": True},
+    ),
+    Row(
         "on_device_generation",
         "error",
-        {"on_device_generation": {"do_sample": True, "top_p": 0.9}},
-        {"on_device_generation": {"do_sample": True, "dynamic": True, "top_p": 0.9}},
+        breaks={"on_device_generation": {"do_sample": True, "top_p": 0.9}},
+        mends={"on_device_generation": {"do_sample": True, "dynamic": True, "top_p": 0.9}},
     ),
-    (
+    Row(
         "on_device_generation",
         "error",
-        {
+        breaks={
             "on_device_generation": {"do_sample": True, "dynamic": True},
             "override_neuron_config": {"on_device_sampling_config": {"sampling_dp_degree": 2}},
         },
-        {"override_neuron_config": {"on_device_sampling_config": {"sampling_dp_degree": 1}}},
+        mends={"override_neuron_config": {"on_device_sampling_config": {"sampling_dp_degree": 1}}},
     ),
     *(
-        (
+        Row(
             "on_device_generation",
             "error",
-            {
+            breaks={
                 "on_device_generation": {
                     "do_sample": True,
                     "dynamic": dynamic,
                     "deterministic": True,
                 }
             },
-            {"on_device_generation": {"do_sample": True, "dynamic": dynamic}},
+            mends={"on_device_generation": {"do_sample": True, "dynamic": dynamic}},
         )
         for dynamic in (False, True)
     ),
-    ("output_logits", "error", {"output_logits": True}, {"on_device_generation": True}),
-    (
+    Row(
+        "output_logits",
+        "error",
+        breaks={"output_logits": True},
+        mends={"on_device_generation": True},
+    ),
+    Row(
         "async_execution",
         "error",
-        {"async_execution": True, "on_device_generation": True, "token_generation_batches": (1,)},
-        {"token_generation_batches": None},
+        breaks={
+            "async_execution": True,
+            "on_device_generation": True,
+            "token_generation_batches": (1,),
+        },
+        mends={"token_generation_batches": None},
     ),
-    (
+    Row(
         "async_execution",
         "note",
-        {"async_execution": True, "on_device_generation": True, "async_mode": True},
-        {"async_execution": None},
+        breaks={"async_execution": True, "on_device_generation": True, "async_mode": True},
+        mends={"async_execution": None},
     ),
 ]
 LEFT_OUT = {name: ServingOptions.model_fields[name].default for name in LATER}
 LISTED = [
-    *(("", *row) for row in GENERAL),
-    *(("tnx", *row) for row in TNX),
-    *(("nxdi", *row) for row in NXDI),
+    (loader, row) for loader, its in {"": GENERAL, "tnx": TNX, "nxdi": NXDI}.items() for row in its
 ]
+"""Loader, or "" for any, and row."""
 
 
 def options(**values):
     return ServingOptions.model_validate({"model_id": "m", **values})
 
 
-def told(loader, values):
-    """First names and levels of everything that is said; without a loader what needs none."""
+def findings_of(loader, values):
+    """First names and levels of all findings; without a loader of those that need none."""
     if not loader:
         return [(found.names[0], found.level) for found in conflicts(options(**values))]
     chosen = options(**{"model_loader": loader, **values})
@@ -658,11 +785,14 @@ def told(loader, values):
     return [(entry.names[0], entry.level) for entry in found]
 
 
-@pytest.mark.parametrize(("loader", "name", "level", "broken", "mended"), LISTED)
-def test_a_rule_is_told_when_broken_and_not_when_mended(loader, name, level, broken, mended):
-    before = told(loader, broken).count((name, level))
+@pytest.mark.parametrize(
+    ("loader", "row"), [pytest.param(*each, id=f"{each[0]}-{each[1].option}") for each in LISTED]
+)
+def test_a_rule_is_told_when_broken_and_not_when_mended(loader, row):
+    finding = row.option, row.level
+    before = findings_of(loader, row.breaks).count(finding)
     assert before >= 1
-    assert told(loader, {**broken, **mended}).count((name, level)) == before - 1
+    assert findings_of(loader, {**row.breaks, **row.mends}).count(finding) == before - 1
 
 
 @pytest.mark.parametrize("name", LATER)
@@ -687,7 +817,7 @@ EVERY_RULE = [
 def test_every_rule_is_in_the_table(subtests):
     for loader, rule in EVERY_RULE:
         with subtests.test("-".join((loader, rule.names[0]))):
-            rows = [(broken, mended) for its, name, _, broken, mended in LISTED if its == loader]
+            rows = [(row.breaks, row.mends) for its, row in LISTED if its == loader]
             rows += [({name: value}, {name: LEFT_OUT[name]}) for name, value in LATER.items()]
             assert any(
                 rule.holds(options(**broken)) and not rule.holds(options(**{**broken, **mended}))
@@ -731,7 +861,7 @@ def test_defaults_break_no_rule():
 
 def test_every_broken_rule_is_told_at_once():
     values = {"batch_size": 2, "rolling_batch": "tnx", "async_mode": True, "output_logits": True}
-    assert [name for name, _ in told("nxdi", values)] == [
+    assert [name for name, _ in findings_of("nxdi", values)] == [
         *("batch_size", "async_mode", "output_logits")
     ]
 
@@ -753,9 +883,9 @@ def test_drafts_that_nobody_makes_can_come_from_either():
 def test_a_cache_in_blocks_may_have_several_lengths():
     several = {**BSH, "context_length_estimate": (128, 512)}
     broken = ("cache_layout", "error")
-    assert broken in told("tnx", several)
-    assert broken not in told("tnx", {**several, "is_block_kv_layout": True})
-    assert broken not in told("tnx", {**several, "enable_chunked_prefill": True})
+    assert broken in findings_of("tnx", several)
+    assert broken not in findings_of("tnx", {**several, "is_block_kv_layout": True})
+    assert broken not in findings_of("tnx", {**several, "enable_chunked_prefill": True})
 
 
 class TestLibraries:
@@ -763,14 +893,14 @@ class TestLibraries:
 
     def test_an_option_of_one_library_waits_for_the_backend(self):
         odd = {"enable_chunked_prefill": True, "pa_block_size": 48}
-        assert told("", odd) == []
-        assert told("tnx", odd) == [("pa_block_size", "error")]
-        assert told("", {"output_logits": True}) == []
-        assert told("nxdi", {"output_logits": True}) == [("output_logits", "error")]
+        assert findings_of("", odd) == []
+        assert findings_of("tnx", odd) == [("pa_block_size", "error")]
+        assert findings_of("", {"output_logits": True}) == []
+        assert findings_of("nxdi", {"output_logits": True}) == [("output_logits", "error")]
 
     def test_an_option_that_another_library_just_leaves_out_waits_for_the_loader(self):
         divided = {"shard_over_sequence": True, "cache_layout": "BSH"}
-        assert told("", divided) == []
+        assert findings_of("", divided) == []
         chosen = options(**divided)
         assert [*broken_rules(BACKEND_RULES["nxdi"], chosen)] == []
         (found,) = broken_rules(BACKEND_RULES["tnx"], chosen)
@@ -778,7 +908,7 @@ class TestLibraries:
 
     @pytest.mark.parametrize("other", ["nxdi", "cpu"])
     def test_a_loader_by_name_hears_of_no_other(self, other):
-        assert told(other, {"qkv_tiling": True}) == []
+        assert findings_of(other, {"qkv_tiling": True}) == []
 
     @pytest.mark.parametrize(
         ("loader", "expected"), [("tnx", 1), ("nxdi", 0), ("cpu", 0), (None, 0)]
@@ -793,9 +923,9 @@ class TestLibraries:
     @pytest.mark.parametrize("loader", BACKEND_RULES)
     @pytest.mark.parametrize("named", [True, False])
     def test_nothing_is_told_twice(self, loader, named):
-        for its, _, _, broken, _ in LISTED:
+        for its, row in LISTED:
             if its == loader:
-                chosen = options(**{"model_loader": loader if named else "auto", **broken})
+                chosen = options(**{"model_loader": loader if named else "auto", **row.breaks})
                 found = [*conflicts(chosen), *broken_rules(BACKEND_RULES.get(loader, ()), chosen)]
                 assert len(found) == len(set(found))
                 assert found
