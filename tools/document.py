@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
-from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
 from djl_python_neuronx.planning.capabilities import Capability
@@ -53,12 +53,6 @@ says so. The last lines of an option name its equivalent in transformers-neuronx
 keyword, `keyword.field`, a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option
 that only changes speed or memory is *ignored*, with a note, and any other is an *error*. The cpu backend ignores
 options of the libraries.
-"""
-
-_TRANSLATED_HEAD = """\
-## Other names
-
-Names of the old engine that stand for a value of an option.
 """
 
 _VARIABLES_HEAD = """\
@@ -248,19 +242,10 @@ def options_page() -> str:
         for title, names in SECTIONS.items()
     )
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
-    translated = {
-        name: ", ".join(
-            f"`{value}`: `{entry.option}={meant}`"
-            for value, meant in entry.values.items()
-            if value in {"true", "false"}
-        )
-        for name, entry in TRANSLATED.items()
-    }
     others = {**sources.SAGEMAKER, **sources.HUB, **sources.TGI}
     variables = {variable: f"`{name}`" for variable, name in others.items()}
     accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
     tables = (
-        f"{_TRANSLATED_HEAD}\n{_table('name', 'values', translated)}",
         f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
         f"{_IGNORED_HEAD}\n{_table('name', 'reason', IGNORED)}",
         f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values', accepted)}",

@@ -1,7 +1,7 @@
 """Names that are not options: those of the old engine, DJL Serving's own, and those of features to come.
 
-Five tables: names without effect, keywords of NxD Inference that are not served yet, unsupported names, names that
-stand for a value of an option, and keys that DJL Serving reads without the prefix.
+Four tables: names without effect, keywords of NxD Inference that are not served yet, unsupported names, and keys that
+DJL Serving reads without the prefix.
 """
 
 from __future__ import annotations
@@ -27,16 +27,6 @@ class Unsupported:
         """The allowed values, for an error message."""
         allowed = f"{self.neutral[0]} or nothing" if self.neutral else "nothing"
         return f"{allowed}: it is not supported in this version; remove it"
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A name whose values stand for values of an option."""
-
-    option: str
-    """The option, as a field of `ServingOptions`."""
-    values: Mapping[str, str]
-    """Value in lower case to the option's value."""
 
 
 DJL_OPTIONS: Final = ("parallel_loading", "enable_venv", "modelName")
@@ -78,10 +68,11 @@ NOT_SERVED: Final[Mapping[str, object]] = {
     **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), None),
     **dict.fromkeys(("quantization_scale_dtype", "quantization_type"), None),
     "quantized_checkpoints_path": None,
+    "disable_kv_cache_tiling": False,
 }
 """Keywords of NxD Inference that a later version has as options, to the value that asks for nothing.
 
-Each has an effect with prefix caching, EAGLE, Medusa or the library's own quantisation only.
+Each has an effect with prefix caching, the library's own speculation or its own quantisation only.
 """
 
 _OFF = Unsupported(("false", "0", "no", "off", "none"))
@@ -93,15 +84,6 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     **dict.fromkeys((*NOT_SERVED, "enable_prefix_caching"), _OFF),
 }
 """Unsupported names."""
-
-_WORDS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), "static_int8"),
-    **dict.fromkeys(("false", "0", "no", "off", "none"), "none"),
-}
-TRANSLATED: Final[Mapping[str, Translation]] = dict.fromkeys(
-    ("load_in_8bit", "neuron_quant"), Translation("quantize", _WORDS)
-)
-"""Names of the old engine for a value of an option."""
 
 # Source: djl-serving, ModelInfo.java, SageMakerCompatibility.java, and Model.intProperty's callers.
 _WORKERS = ("minWorkers", "maxWorkers", "required_memory_mb", "reserved_memory_mb")

@@ -92,7 +92,7 @@ class NxdiOptions(OptionGroup):
     async_execution: Annotated[bool | None, _nxdi(keyword="async_mode", graph=())] = None
     """Start each decode step on the device before the host has read the previous one. It is the library's `async_mode`;
     the option `async_mode` is another, DJL Serving's way to send requests. Needs on-device sampling; excludes
-    `token_generation_batches` and Medusa. A request that the host samples (`output_logits`) makes all steps synchronous
+    `token_generation_batches`. A request that the host samples (`output_logits`) makes all steps synchronous
     while it runs."""
     output_logits: _Feature = None
     """Return the logits to the host although the device samples, so that requests that only the host can sample, those
@@ -101,17 +101,15 @@ class NxdiOptions(OptionGroup):
         Buckets | None,
         _nxdi('ascending counts such as "256,512,1024", each a whole number of at least 1'),
     ] = None
-    """Batch sizes to compile decode graphs for besides all slots. Excludes speculation and block KV."""
+    """Batch sizes to compile decode graphs for besides all slots."""
     windowed_context_encoding_size: _TuningCount = None
     """Prompt tokens that are prefilled at a time. For a sliding window model it must equal the window."""
     enable_cte_modular_flow: _Tuning = None
     """Compile prefill graphs layer by layer. Library 0.9 accepts the keyword and does not use it."""
     layer_boundary_markers: _Tuning = None
     """Mark the borders of layers for the compiler."""
-    disable_kv_cache_tiling: _Tuning = None
-    """Do not split the KV cache into tiles of 128 tokens, as the library does for fused speculation."""
     k_cache_transposed: _Tuning = None
-    """Store the keys transposed. Excludes `shard_over_sequence` and block KV."""
+    """Store the keys transposed. Excludes `shard_over_sequence`."""
 
     attn_kernel_enabled: _Tuning = None
     """Kernel for attention over prompts. Default: the library decides by length."""

@@ -570,7 +570,8 @@ class PrecisionOptions(OptionGroup):
     quantize: Annotated[
         Weights | None,
         Option(
-            allowed="static_int8 (int8, s8) or static_fp8 (fp8, f8e4m3fn)",
+            allowed="static_int8 (int8, s8, true), static_fp8 (fp8, f8e4m3fn) or false",
+            aliases=("load_in_8bit", "neuron_quant"),
             env=("NEURON_QUANT",),
             to={"tnx": "quant.quant_dtype", "nxdi": "quantization_dtype"},
             computed=True,
@@ -583,7 +584,6 @@ class PrecisionOptions(OptionGroup):
         Option(
             allowed="int8 (s8) or fp8 (f8e4m3fn)",
             to={"tnx": "kv_cache_quant.quant_dtype", "nxdi": "kv_quant_config.quant_dtype"},
-            never={"nxdi": "int8"},
         ),
     ] = None
     """Store the KV cache in 8 bits: twice as many tokens in the same memory."""

@@ -22,7 +22,6 @@ from djl_python_neuronx.config.findings import Finding, Level, Problems
 from djl_python_neuronx.config.legacy import (
     DJL_ARGUMENTS,
     IGNORED,
-    TRANSLATED,
     UNSUPPORTED,
     Unsupported,
 )
@@ -41,8 +40,8 @@ from djl_python_neuronx.config.sources import Inputs, Setting
 from djl_python_neuronx.config.values import (
     MAX_SHOWN,
     PLACE,
+    Option,
     as_property,
-    join_words,
     reordered,
     shortened,
     truth,
@@ -70,7 +69,6 @@ _LAYOUTS = ("attention_layout", "cache_layout")
 _NEIGHBOURS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("quantize",),
     "quantize": ("dtype",),
-    **dict.fromkeys(TRANSLATED, ("quantize",)),
     **dict.fromkeys((*_LAYOUTS, "collectives_layout"), _LAYOUTS),
 }
 """Option to others that its values are mistaken for."""
@@ -150,11 +148,11 @@ def read_settings(
     options = reader.validate(folder)
     origins = {
         name: setting.origin
-        for name, (setting, _) in reader.chosen.items()
+        for name, setting in reader.chosen.items()
         if name not in reader.refused
     }
     workers = sources.worker_variables(written)
-    in_override = [one for one, _ in reader.chosen.values() if one.source == keywords.OVERRIDE]
+    in_override = [one for one in reader.chosen.values() if one.source == keywords.OVERRIDE]
     handed_over = djl_serving.handed_over(inputs, written, options)
     planned = options.model_copy(update=handed_over)
     about_djl = [*djl_serving.findings(inputs, written, options, planned, in_override)]
@@ -208,15 +206,15 @@ class _Reader:
     """Reads settings, highest precedence first, and keeps the one that counts for each option."""
 
     def __init__(self, problems: Problems) -> None:
-        self.chosen: dict[str, tuple[Setting, object]] = {}
-        """Option to the setting that counts and the value that it means."""
+        self.chosen: dict[str, Setting] = {}
+        """Option to the setting that counts."""
         self.ignored: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.findings: list[Finding] = []
         """Warnings and notes, which are described when all values are known."""
         self._overrides: list[Finding] = []
         self._problems = problems
-        self._firsts: dict[tuple[str, str], tuple[Setting, object]] = {}
+        self._firsts: dict[tuple[str, str], Setting] = {}
         """Source and option to the first of its settings."""
 
     def read(self, setting: Setting) -> None:
@@ -227,9 +225,7 @@ class _Reader:
         if setting.unused:
             self.ignored[setting.name] = setting.unused
         elif name is not None:
-            self._choose(name, setting, setting.value)
-        elif setting.name in TRANSLATED:
-            self._translate(setting)
+            self._choose(name, setting)
         else:
             self._unknown(setting)
 
@@ -237,17 +233,10 @@ class _Reader:
         """The options; one that is not valid becomes an error and stays at its default. Files are in `folder`."""
         values: dict[str, object] = {}
         wrong: dict[str, str] = {}
-        for name, (setting, value) in self.chosen.items():
-            by_operator, marker = setting.by_operator, option(name)
+        for name, setting in self.chosen.items():
             try:
-                values[name] = (
-                    sources.content(
-                        value, folder, by_operator=by_operator, is_text=marker.text_file
-                    )
-                    if marker.file or marker.text_file
-                    else value
-                )
-            except ConfigError as error:
+                values[name] = _content(setting, option(name), folder)
+            except ConfigError as error:  # noqa: PERF203  (each is reported)
                 wrong[name] = f"; {error}"
         try:
             options = ServingOptions.model_validate(values)
@@ -258,20 +247,20 @@ class _Reader:
                 {name: value for name, value in values.items() if name not in invalid}
             )
         for name, why in wrong.items():
-            setting = self.chosen[name][0]
+            setting = self.chosen[name]
             words = allowed_values(name)
             advice = _advice(name, setting.value, partial(_allows, name), words)
             self._refuse(setting, words + why + advice)
             self.refused[name] = f"{shortened(setting.value)!r} ({setting.origin}) is not allowed"
         self.findings += (entry for entry in self._overrides if entry.names[0] not in wrong)
-        for name, (_, value) in self.chosen.items():
-            if name not in wrong and reordered(value, getattr(options, name)):
+        for name, setting in self.chosen.items():
+            if name not in wrong and reordered(setting.value, getattr(options, name)):
                 self.findings.append(
                     Finding((name,), "taken in ascending order, each once", "note")
                 )
         return options
 
-    def _choose(self, name: str, setting: Setting, value: object) -> None:
+    def _choose(self, name: str, setting: Setting) -> None:
         if name == "model_dir" and setting.by_user:
             self._refuse(
                 setting, "nothing: it is set by the server; name a model with option.model_id"
@@ -280,36 +269,17 @@ class _Reader:
             places = f"-o {name}=… or OPTION_{name.upper()}"
             self._refuse(setting, f"it in {places} only: it is not for a model folder to decide")
             return
-        other, other_value = self._firsts.setdefault((setting.source, name), (setting, value))
-        winner, winning = self.chosen.setdefault(name, (setting, value))
-        if _contradicts(name, (other, other_value), (setting, value)):
+        other = self._firsts.setdefault((setting.source, name), setting)
+        winner = self.chosen.setdefault(name, setting)
+        if _contradicts(name, other, setting):
             message = (
                 f"{other.name}={shortened(other.value)!r} ({other.origin}) and "
                 f"{setting.name}={shortened(setting.value)!r} ({setting.origin}) are two values of one option; keep one"
             )
             self._problems.add_error(IncompatibleOptionsError(message))
-        if _overridden(winner, setting) and parse_value(name, winning) != parse_value(name, value):
+        if _overridden(name, winner, setting):
             level: Level = "warning" if winner.source == keywords.OVERRIDE else "note"
             self._overrides.append(Finding((name,), f"overrides {_written(setting)}", level))
-
-    def _translate(self, setting: Setting) -> None:
-        """Choose the option and value that a name of the old engine stands for."""
-        translation = TRANSLATED[setting.name]
-        text = setting.value if isinstance(setting.value, str | bool) else ""
-        word = str(text).strip().lower()
-        if word not in translation.values:
-            if setting.source == sources.DJL:  # an error where the user wrote it, if the user did
-                self.ignored[setting.name] = (
-                    f"DJL Serving's own value {shortened(setting.value)!r} is not allowed here"
-                )
-                return
-            words = join_words(translation.values, "or")
-            advice = _advice(
-                setting.name, text, lambda mended: mended.lower() in translation.values, words
-            )
-            self._refuse(setting, words + advice)
-            return
-        self._choose(translation.option, setting, translation.values[word])
 
     def _unknown(self, setting: Setting) -> None:
         """Ignore, refuse or warn of a name that is not an option."""
@@ -323,7 +293,7 @@ class _Reader:
             expected = f"{name} without 'option.' in serving.properties, where DJL Serving reads it"
             self._refuse(setting, expected)
         elif setting.by_user:
-            known = [*NAMES, *TRANSLATED, *IGNORED, *UNSUPPORTED]
+            known = [*NAMES, *IGNORED, *UNSUPPORTED]
             hint = hints.unknown(name, setting.value, known)
             self._problems.add_error(UnknownOptionError(name, origin, hint))
         elif not in_file or name in DJL_ARGUMENTS:
@@ -361,26 +331,34 @@ def _written(setting: Setting) -> str:
     return f"{setting.name}={shortened(setting.value)} ({setting.origin})"
 
 
-def _contradicts(name: str, first: tuple[Setting, object], other: tuple[Setting, object]) -> bool:
+def _content(setting: Setting, marker: Option, folder: Path) -> object:
+    """The value, or the content of the file that it names. Raises ConfigError: see `sources.content`."""
+    if not (marker.file or marker.text_file):
+        return setting.value
+    operator = setting.by_operator
+    return sources.content(setting.value, folder, by_operator=operator, is_text=marker.text_file)
+
+
+def _contradicts(name: str, one: Setting, two: Setting) -> bool:
     """True for two names, or keywords, of one option with two values in one source, both by the user.
 
     Spellings of one value agree; values that are not allowed are not compared.
     """
-    (one, one_value), (two, two_value) = first, other
     same_name = one.name == two.name and one.source != keywords.OVERRIDE
     if same_name or not (one.by_user and two.by_user):
         return False
-    values = [parse_value(name, one_value), parse_value(name, two_value)]
+    values = [parse_value(name, one.value), parse_value(name, two.value)]
     return INVALID not in values and values[0] != values[1]
 
 
-def _overridden(winner: Setting, setting: Setting) -> bool:
-    """True if the user may not expect that `winner` overrides the setting; the command line is meant to."""
+def _overridden(name: str, winner: Setting, setting: Setting) -> bool:
+    """True if `winner` overrides another value unexpectedly; the command line is meant to."""
     return (
         winner.origin not in {setting.origin, sources.DJL, sources.COMMAND_LINE}
         and winner.source != setting.source
         and setting.source in _OVERRIDDEN_PLACES
         and setting.by_user
+        and parse_value(name, winner.value) != parse_value(name, setting.value)
     )
 
 

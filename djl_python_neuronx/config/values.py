@@ -125,8 +125,6 @@ class Option:
     if `to` names a keyword."""
     always: Mapping[str, object] = field(default_factory=dict)
     """Backend to the value that its library always uses: setting that value has no effect, any other is refused."""
-    never: Mapping[str, object] = field(default_factory=dict)
-    """Backend to the value that its library does not support, although it has the option."""
     cpu: bool = False
     """The cpu backend honours the option too, or refuses it. It ignores other options that have `to`."""
 

@@ -105,8 +105,7 @@ def unsupported_options(options: ServingOptions, backend: str) -> tuple[str, ...
     for name in ServingOptions.model_fields:
         value, marker = getattr(options, name), option(name)
         missing = bool(marker.to) and backend not in marker.to and is_set(options, name)
-        unsupported = value is not None and value == marker.never.get(backend)
-        if unsupported or (missing and value != marker.always.get(backend)):
+        if missing and value != marker.always.get(backend):
             names.append(name)
     return tuple(names)
 

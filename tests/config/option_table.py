@@ -14,7 +14,7 @@ from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
 LEFT_OUT = "no equivalent: left out, it only tunes"
 REFUSED = "no equivalent: refused"
 ANYWAY = "no equivalent, but the library does this anyway"
-BACKEND = "handed over by a method, not by a keyword"
+BACKEND = "handed over by a method, not by a keyword, or refused until a later version"
 OURS = "the server's own"
 WORDS = frozenset({LEFT_OUT, REFUSED, ANYWAY, BACKEND, OURS})
 
@@ -418,7 +418,7 @@ GRAPHS = {
     ),
     "is_block_kv_layout": optional_flag(
         _shared(optimized_paged_attention=True, max_model_len=2048),
-        "is_block_kv_layout",
+        BACKEND,
         also=("optimized_paged_attention",),
     ),
     "pa_block_size": count(BACKEND, "pa_block_size"),
@@ -453,16 +453,15 @@ PRECISION = {
         ),
         ("awq", "gptq", "int4", "bitsandbytes8", "", 8, ["int8"], {"int8": 1}, 1.5),
         config(quant={"quant_dtype": "s8", "dequant_dtype": "bf16"}),
-        config(
-            quantized=True, quantization_dtype="int8", quantization_type="per_channel_symmetric"
-        ),
+        BACKEND,
+        also=("load_in_8bit", "neuron_quant"),
         env=("NEURON_QUANT",),
     ),
     "kv_cache_quantize": Row(
         (("int8", "int8"), ("s8", "int8"), ("fp8", "fp8"), ("f8e4m3fn", "fp8"), *NONE),
         ("int4", "", "true", 8, ["int8"]),
         config(kv_cache_quant={"quant_dtype": "s8", "dequant_dtype": "bf16"}),
-        REFUSED,
+        BACKEND,
     ),
     "all_reduce_dtype": Row(
         DTYPES,
@@ -482,7 +481,7 @@ SPECULATION = {
         (("org/draft", "org/draft"), ("./draft", "./draft")),
         ("", *TEXT_BAD),
         BACKEND,
-        config(enable_fused_speculation=True, speculation_length=6),
+        BACKEND,
         also=("draft_model_id",),
     ),
     "speculative_length": Row(
@@ -562,7 +561,7 @@ NXDI_ONLY = {
         name: optional_flag(LEFT_OUT, name)
         for name in (
             *("vocab_parallel", "enable_cte_modular_flow", "layer_boundary_markers"),
-            *("disable_kv_cache_tiling", "k_cache_transposed", "attn_kernel_enabled"),
+            *("k_cache_transposed", "attn_kernel_enabled"),
             "strided_context_parallel_kernel_enabled",
             *("qkv_nki_kernel_enabled", "qkv_cte_nki_kernel_fuse_rope", "qkv_kernel_nbsd_layout"),
             *("qkv_kernel_fuse_residual_add", "mlp_kernel_fuse_residual_add"),

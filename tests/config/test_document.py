@@ -6,7 +6,7 @@ import javaproperties
 from pydantic import ValidationError
 
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
-from djl_python_neuronx.config.legacy import IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
     SECTIONS,
@@ -31,7 +31,7 @@ def test_the_pages_name_no_command_that_does_not_exist():
 
 
 def test_every_name_that_is_accepted_is_on_the_page():
-    for name in (*IGNORED, *UNSUPPORTED, *TRANSLATED):
+    for name in (*IGNORED, *UNSUPPORTED):
         assert f"| `{name}` |" in PAGE
 
 

@@ -159,7 +159,6 @@ REFUSED = {
     "option.output_formatter=jsonline": ("output_formatter", "did you mean 'jsonlines'"),
     'option.load_in_8bit="true"': ("load_in_8bit", "no quotes: write true"),
     "option.load_in_8bit=tru": ("load_in_8bit", "did you mean 'true'"),
-    "option.neuron_quant=int8": ("neuron_quant", "write option.quantize=int8"),
     'option.revision="main"': ("revision", "write main"),
     "option.model_name=mine # x": ("model_name", "write mine"),
     "option.neuron_optimize_level=-O2": ("neuron_optimize_level", "write 2"),

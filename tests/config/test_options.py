@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from djl_python_neuronx.config import sources, values
-from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.options import (
     NAMES,
@@ -73,12 +73,8 @@ def test_a_variable_stands_in(subtests):
                 *sources.from_hub(sources.Inputs(environ), ()),
             ]
             (setting,) = (entry for entry in settings if entry.origin == f"environment {variable}")
-            translated = TRANSLATED.get(setting.name)
-            if translated is None:
-                assert setting.name == name
-                assert read(name, setting.value) == value
-            else:
-                assert (translated.option, translated.values["true"]) == (name, "static_int8")
+            assert setting.name == name
+            assert read(name, setting.value) == value
 
 
 def test_the_allowed_values_are_told_in_words(subtests):
@@ -103,11 +99,10 @@ def test_the_allowed_values_are_told_in_words(subtests):
 
 def test_no_name_means_two_things():
     aliases = [alias for row in TABLE.values() for alias in row.also]
-    everything = [*TABLE, *aliases, *IGNORED, *UNSUPPORTED, *TRANSLATED]
+    everything = [*TABLE, *aliases, *IGNORED, *UNSUPPORTED]
     assert len(everything) == len(set(everything))
     # `engine` is written both ways.
     assert set(everything) & DJL_ARGUMENTS == {"engine"}
-    assert all(entry.option in TABLE for entry in TRANSLATED.values())
 
 
 def test_no_variable_stands_for_two_options():

@@ -8,7 +8,7 @@ import javaproperties
 import pytest
 from pydantic import ValidationError
 
-from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
     OnDeviceGeneration,
@@ -618,9 +618,9 @@ class TestValues:
             known for name in ServingOptions.model_fields for known in (name, *option(name).aliases)
         ]
         assert len(names) == len(set(names)) == len(NAMES)
-        tables = [set(names), set(IGNORED), set(UNSUPPORTED), set(TRANSLATED)]
+        tables = [set(names), set(IGNORED), set(UNSUPPORTED)]
         assert len(set().union(*tables)) == sum(map(len, tables))
-        assert not DJL_ARGUMENTS & (set(names) | set(UNSUPPORTED) | set(TRANSLATED))
+        assert not DJL_ARGUMENTS & (set(names) | set(UNSUPPORTED))
 
 
 class TestRules:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, TRANSLATED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import NAMES, ServingOptions, allowed_values, option
 from djl_python_neuronx.errors import ArtifactError, ConfigError
 from djl_python_neuronx.planning import machines
@@ -32,7 +32,7 @@ MACHINES = [
 ]
 LOADERS = ["cpu", "tnx", "nxdi"]
 
-KNOWN = st.sampled_from([*NAMES, *TRANSLATED, *IGNORED, *UNSUPPORTED, *sorted(DJL_ARGUMENTS)])
+KNOWN = st.sampled_from([*NAMES, *IGNORED, *UNSUPPORTED, *sorted(DJL_ARGUMENTS)])
 NAME = st.one_of(KNOWN, KNOWN, st.text(max_size=12))
 VARIABLES = [
     *(variable for name in ServingOptions.model_fields for variable in option(name).env),

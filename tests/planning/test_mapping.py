@@ -412,26 +412,6 @@ class TestNxdi:
         assert config["token_generation_buckets"] == [512, 2048]
         assert config["seq_len"] == config["max_length"] == 2048
 
-    def test_fp8(self):
-        options = given(quantize="fp8", kv_cache_quantize="fp8")
-        arguments = library_arguments(options, "nxdi")
-        config = arguments.neuron_config
-        assert config["quantization_dtype"] == "f8e4m3"
-        assert config["quantization_type"] == "per_channel_symmetric"
-        assert config["kv_quant_config"] == {"direct_cast": True}
-        assert arguments.environment == {
-            "XLA_HANDLE_SPECIAL_SCALAR": "1",
-            "UNSAFE_FP8FNCAST": "1",
-        }
-        assert unsupported_options(options, "nxdi") == ()
-
-    @pytest.mark.parametrize(("length", "expected"), [("5", 6), ("1", 2), ("0", None)])
-    def test_the_length_of_a_step_counts_the_models_own_token(self, length, expected):
-        options = given(speculative_draft_model="org/draft", speculative_length=length)
-        config = library_arguments(options, "nxdi").neuron_config
-        assert config.get("speculation_length") == expected
-        assert config.get("enable_fused_speculation", False) == (expected is not None)
-
     def test_what_the_library_does_anyway_is_no_wish(self):
         options = given(cast_logits_dtype="fp32", on_device_embedding="true")
         assert unsupported_options(options, "nxdi") == ()

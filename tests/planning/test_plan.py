@@ -144,7 +144,7 @@ CASES = [
         {**CHUNKS, "n_positions": (200, 300), "pa_block_size": 256},
         prefill(16, 128, rows=4, kind="mixed") + prefill(16, 128, rows=8, kind="mixed"),
     ),
-    # a draft model has graphs of its own in TNX, and is fused into the decode graphs in NxDI
+    # a draft model has its own graphs in TNX, and is refused with NxDI
     (
         "llama-3-8b",
         "tnx",
@@ -156,12 +156,6 @@ CASES = [
             *prefill(128, 512, kind="draft prefill"),
             *decode(128, 256, 512, rows=1, kind="draft decode"),
         ],
-    ),
-    (
-        "llama-3-8b",
-        "nxdi",
-        DRAFT,
-        prefill(128, 512) + decode(128, 256, 512, rows=1, kind="speculation"),
     ),
     # an architecture that nobody knows is planned as one that can everything
     (None, "nxdi", {}, prefill(128, 512) + decode(128, 256, 512)),

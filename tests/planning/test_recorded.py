@@ -47,7 +47,6 @@ def recorded(**keywords):
         {"fused_qkv": True, "qkv_kernel_enabled": True, "sequence_parallel_enabled": True},
         {"attn_block_tkg_nki_kernel_use_online_softmax": False, "cp_degree": 2, "ep_degree": 2}
         | {"world_size": 4, "local_ranks_size": 4},
-        {"quantized": True, "quantized_checkpoints_path": "/tmp/q", "quantization_type": "x"},
         {"quantization_scale_dtype": "f16", "modules_to_not_convert": ["lm_head"]},
         {"normalize_top_k_affinities": False, "router_config": {"act_fn": "sigmoid"}},
         {"scratchpad_page_size": 512, "logical_nc_config": 2, "lm_head_pad": True},
@@ -57,8 +56,6 @@ def recorded(**keywords):
 )
 def test_a_recorded_configuration_is_reached_by_its_options(keywords):
     record = recorded(**keywords)
-    if record.get("quantization_type") == "x":
-        record["quantization_type"] = "per_channel_symmetric"
     assert differences(record, wanted(record)) == {}
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil, log2
-from types import MappingProxyType
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import SMALLEST_BUCKET
 from djl_python_neuronx.planning.arguments import (
     Graph,
-    Kind,
     LibraryArguments,
     degree_of,
     environment_of,
@@ -24,12 +22,11 @@ from djl_python_neuronx.planning.arguments import (
 )
 from djl_python_neuronx.planning.case import Case
 
-_8_BITS = MappingProxyType({"int8": "int8", "fp8": "f8e4m3"})
 _LARGEST_TOP_K = 256
 
 
 def write_arguments(case: Case) -> LibraryArguments:
-    """Return the arguments of NxD Inference for options that are filled in."""
+    """Return the arguments of NxD Inference for options that are filled in, without those of `rules.LATER`."""
     options = case.effective
     arguments = LibraryArguments(environment=environment_of(options))
     config = arguments.neuron_config
@@ -44,15 +41,6 @@ def write_arguments(case: Case) -> LibraryArguments:
     )
     config.update(_lengths(options, _prompts(case)))
     config.update(_batches(options, case.continuous_batching))
-    config.update(_quantization(options))
-    if options.is_block_kv_layout:
-        config["is_block_kv_layout"] = True
-    if options.drafting:
-        config["enable_fused_speculation"] = True
-        # TNX counts drafts; NxDI counts tokens of a step, of which the last is the large model's own.
-        config["speculation_length"] = options.speculative_length + 1
-    if "fp8" in {options.weight_dtype, options.kv_cache_quantize}:
-        arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
     override(config, options)
@@ -63,16 +51,14 @@ def graphs(case: Case) -> Iterator[Graph]:
     """Return the graphs that the library compiles.
 
     Source: neuronx-distributed-inference 0.9, modules/autobucketing.py: a prefill graph for each context length; a
-    decode graph for each token length and number of sequences. A draft model is fused with the model into one graph,
-    which takes the place of the decode graph.
+    decode graph for each token length and number of sequences.
     """
     options, slots = case.effective, case.slots
     rows = 1 if case.continuous_batching else slots
-    decode: Kind = "speculation" if case.options.speculating else "decode"
     yield from (Graph("prefill", prompt, rows) for prompt in _prompts(case))
     lengths = options.token_buckets or library_buckets(options.max_model_len or 1)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
-        yield from (Graph(decode, length, size) for length in lengths)
+        yield from (Graph("decode", length, size) for length in lengths)
 
 
 def library_buckets(limit: int) -> list[int]:
@@ -116,18 +102,6 @@ def _batches(options: ServingOptions, continuous: bool) -> dict[str, object]:
         # A prefill graph of continuous batching takes one row (kv_cache_manager.py asserts it).
         batches.update(ctx_batch_size=1, is_continuous_batching=True)
     return batches
-
-
-def _quantization(options: ServingOptions) -> dict[str, object]:
-    written: dict[str, object] = {}
-    if options.weight_dtype is not None:
-        written["quantized"] = True
-        written["quantization_dtype"] = _8_BITS[options.weight_dtype]
-        written["quantization_type"] = "per_channel_symmetric"
-    if options.kv_cache_quantize == "fp8":
-        # The type is the library's default, and a torch object: text would not do.
-        written["kv_quant_config"] = {"direct_cast": True}
-    return written
 
 
 def _sampling(options: ServingOptions) -> dict[str, object] | None:
