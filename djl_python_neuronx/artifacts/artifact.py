@@ -23,15 +23,10 @@ _KINDS: dict[WeightsKind, str] = {
     "ranks": "weights that NxD has cut",
 }
 """Words for messages."""
-WHOLE: frozenset[WeightsKind] = frozenset({"safetensors", "pickle"})
+WHOLE: frozenset[str] = frozenset({"safetensors", "pickle"})
 """Kinds that any backend can shard as it needs."""
-CUT: frozenset[WeightsKind] = frozenset({"presharded", "ranks"})
+CUT: frozenset[str] = frozenset({"presharded", "ranks"})
 """Kinds that are sharded for one number of cores already."""
-READS: dict[str, frozenset[WeightsKind]] = {
-    "tnx": WHOLE | {"split", "presharded"},
-    "nxdi": WHOLE | {"ranks"},
-}
-"""Backend to the kinds of weights that it reads; other backends read `WHOLE`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Artifact:
         """Of most bytes of the preferred weights, by torch's name (`bfloat16`); None if it is not recorded."""
         return self.weights[0].dtype if self.weights else None
 
-    def weights_for(self, backend: str, kinds: Collection[WeightsKind]) -> Weights:
+    def weights_for(self, backend: str, kinds: Collection[str]) -> Weights:
         """The weights to load for a backend that reads `kinds`.
 
         Raises:

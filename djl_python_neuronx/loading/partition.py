@@ -16,7 +16,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE
+from djl_python_neuronx.artifacts.artifact import CUT
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
 from djl_python_neuronx.artifacts.compiled_formats import LmiAot, NxdiBeside
 from djl_python_neuronx.artifacts.formats import OwnOutput
@@ -215,7 +215,7 @@ def _usual_weights(prepared: Prepared) -> WeightsInOutput:
 def _check_presharded(prepared: Prepared) -> None:
     found = stored_findings(replace(prepared.case, presharded=True))
     problem = next((finding.problem for finding in found if finding.level == "error"), None)
-    if CUT.isdisjoint(READS.get(prepared.backend, WHOLE)):
+    if CUT.isdisjoint(prepared.case.weights):
         problem = f"the {prepared.backend} backend reads no weights that are cut for each core"
     elif prepared.backend == "tnx" and not prepared.options.on_device_embedding:
         problem = "override_neuron_config sets on_device_embedding=false; leave it out"

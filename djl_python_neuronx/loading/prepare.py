@@ -17,7 +17,7 @@ from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch, formats
-from djl_python_neuronx.artifacts.artifact import CUT, READS, WHOLE, Artifact
+from djl_python_neuronx.artifacts.artifact import CUT, WHOLE, Artifact
 from djl_python_neuronx.artifacts.cache import Progress
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi, with_graphs
 from djl_python_neuronx.artifacts.folder import read_json
@@ -608,9 +608,9 @@ class Preparation:
                     refused = case.options.on_mismatch == "error" and not own_flags
                     self._report_mismatch(mismatch, origins, refused=refused)
             if not (refused and others) and (artifact.weights or self.fetch_weights):
-                kinds = READS.get(case.backend, WHOLE)
+                kinds = WHOLE | case.weights
                 # Weights that are cut were cut for the graphs beside them; NxD Inference's lie in their folder.
-                cut_fit = fits if case.backend == "nxdi" else not others
+                cut_fit = fits if "ranks" in kinds else not others
                 weights = artifact.weights_for(case.backend, kinds if cut_fit else kinds - CUT)
                 _check_beside(artifact, weights)
         return weights, fits

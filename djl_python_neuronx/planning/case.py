@@ -58,6 +58,8 @@ class NeuronBackend:
     """Parameters that only the host samples right, in words, beside those that no device knows."""
     embeds_on_host: bool = False
     """The embedding stays in the host's memory unless `on_device_embedding` is set."""
+    weights: frozenset[str] = frozenset()
+    """Kinds of weights that it reads (`artifacts.weights.WeightsKind`) beside whole safetensors and pickles."""
     loads_by_layer: bool = False
     """The host cuts weights layer after layer. False: the whole checkpoint at once."""
 
@@ -117,6 +119,11 @@ class Case:
     def library(self) -> str:
         """Name of the backend's library, for messages; of the cpu backend its own name."""
         return self.backend if self.neuron is None else self.neuron.library
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Kinds of weights that the backend reads beside whole ones."""
+        return frozenset() if self.neuron is None else self.neuron.weights
 
     @cached_property
     def capability(self) -> Capability | None:

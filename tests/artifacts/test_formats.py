@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx.artifacts import formats
-from djl_python_neuronx.artifacts.artifact import READS
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, with_graphs
 from djl_python_neuronx.artifacts.folder import SERVING, file_names
 from djl_python_neuronx.artifacts.formats import detect
@@ -24,6 +23,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     UnknownFormatError,
 )
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from tests.artifacts import folders
 from tests.artifacts.folders import BUILDERS, CONFIG, write_json
 
@@ -43,7 +43,10 @@ COMPILED_FOR = {
 )
 def test_the_backend_of_a_format_reads_its_weights(tmp_path, layout):
     artifact = detect(BUILDERS[layout](tmp_path / "model"))
-    assert artifact.weights_for("tnx", READS["tnx"]) == artifact.weights[0]
+    assert (
+        artifact.weights_for("tnx", {*WHOLE, *NEURON_BACKENDS["tnx"].weights})
+        == artifact.weights[0]
+    )
 
 
 @pytest.fixture
@@ -361,7 +364,7 @@ def test_optimums_cut_weights_are_refused(tmp_path):
     assert "cut for it" in artifact.unused
     assert (artifact.weights, artifact.weights_source) == ((), "org/model@0a1b")
     with pytest.raises(ArtifactNotFoundError, match=r"without weights.*org/model@0a1b"):
-        artifact.weights_for("nxdi", READS["nxdi"])
+        artifact.weights_for("nxdi", {*WHOLE, *NEURON_BACKENDS["nxdi"].weights})
 
 
 def optimum_section(batch_size, sequence_length):

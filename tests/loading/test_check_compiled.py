@@ -8,7 +8,6 @@ import pytest
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import READS
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
 from djl_python_neuronx.artifacts.store import CompileStore
@@ -19,6 +18,7 @@ from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import plan
 from djl_python_neuronx.planning.backend_choice import Library
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.plan import graph_options
 from tests.artifacts import folders
 from tests.doubles import remote_doubles
@@ -295,7 +295,7 @@ def test_a_compiled_folder_without_weights_names_the_fix(tmp_path, at_hand):
     path = folders.nxdi(tmp_path, save_sharded_checkpoint=False)
     shutil.rmtree(path / "weights")
     with pytest.raises(ArtifactNotFoundError, match="/models/original") as caught:
-        detect(path).weights_for("nxdi", READS["nxdi"])
+        detect(path).weights_for("nxdi", NEURON_BACKENDS["nxdi"].weights)
     assert f"option.compiled_graph_path to {path}" in str(caught.value)
 
 

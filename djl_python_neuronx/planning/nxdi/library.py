@@ -48,4 +48,5 @@ LIBRARY: Final = NeuronBackend(
     later=LATER,
     # It leaves out the token with which the sum of probabilities reaches top_p.
     host_samples=("top_p below 1",),
+    weights=frozenset({"ranks"}),
 )

@@ -31,5 +31,6 @@ LIBRARY: Final = NeuronBackend(
     # config.json; torch computes nothing of them.
     traced_with=("torch-neuronx", "transformers"),
     embeds_on_host=True,
+    weights=frozenset({"split", "presharded"}),
     loads_by_layer=True,
 )
