@@ -5,28 +5,28 @@ the option's documentation there. Name, aliases, environment variables, validati
 what the libraries get all follow from the field and its `Option` marker.
 
 Sources: the old engine (djl-serving 1132e3ab^, tnx_properties.py), transformers-neuronx 0.13 (config.py) and
-NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in nxdi_options.py.
+NxD Inference 0.9 (models/config.py). Options that only NxD Inference has are in nxdi_options.py, those of the embedded
+server in server_options.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field, ValidationError
 
+from djl_python_neuronx.config.device_sampling import OnDeviceGeneration, parse_generation
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
+from djl_python_neuronx.config.server_options import LimitOptions, ServerOptions
 from djl_python_neuronx.config.values import (
     COUNT,
     POSITIONS,
     SAME,
-    Address,
-    Allowed,
     Amount,
     AutoDtype,
     Buckets,
@@ -35,32 +35,25 @@ from djl_python_neuronx.config.values import (
     Dtype,
     EightBits,
     Hyphenated,
-    LocalPath,
     Location,
     Lower,
     ModelSource,
     Names,
-    Namespace,
     Object,
     OneOrList,
     Option,
     OptionGroup,
     Order,
-    Origins,
     Plain,
-    Port,
     Positions,
-    Positive,
     Seconds,
     Template,
     TokenBuckets,
     Upper,
     Weights,
-    join_words,
-    parse_object,
-    truth,
+    allowed_words,
 )
-from djl_python_neuronx.errors import did_you_mean, redacted
+from djl_python_neuronx.errors import redacted
 
 MAX_ROWS = 999
 """Most rows of one call of DJL Serving's rolling batch."""
@@ -68,7 +61,6 @@ MAX_ROWS = 999
 _STORED: Final[Mapping[str, Literal["int8", "fp8"]]] = {"static_int8": "int8", "static_fp8": "fp8"}
 
 
-_OPERATOR = Option(operator=True, output="local")
 _TNX = Option(to={"tnx": SAME})
 _TNX_TUNING = Option(to={"tnx": SAME}, tunes=True)
 _Tuning = Annotated[bool | None, _TNX_TUNING]
@@ -79,63 +71,6 @@ _CACHE = "NEURON_COMPILE_CACHE_URL"
 def _both(nxdi: str, **facts: Any) -> Option:  # noqa: ANN401
     """The marker of an option named as in TNX; NxD Inference's name is accepted too."""
     return Option(aliases=(nxdi,), to={"tnx": SAME, "nxdi": nxdi}, **facts)
-
-
-class OnDeviceGeneration(BaseModel):
-    """Sampling on the device, with the names and defaults of TNX's `GenerationConfig`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    do_sample: bool = False
-    """False: always the most probable token, whatever the request sets."""
-    dynamic: bool = False
-    """Use each request's own parameters. Otherwise those below are compiled into the graph."""
-    top_k: Count = 50
-    top_p: Annotated[
-        float, Field(gt=0, le=1, allow_inf_nan=False), Allowed("a number above 0, at most 1")
-    ] = 1.0
-    temperature: Positive = 1.0
-    top_p_min_tokens: Count = 1
-    """Fewest tokens that `top_p` keeps."""
-    global_top_k: Annotated[
-        Count | None, Field(validation_alias=AliasChoices("global_top_k", "global_topk"))
-    ] = None
-    """Largest number of tokens to sample from (`global_topk` in NxDI). The libraries' kernels take at most 256."""
-    per_batch_line: bool = False
-    """Each sequence has its own parameters; with `dynamic`."""
-    deterministic: bool = False
-    """Accept at 0.5 instead of drawing a random number."""
-
-
-PER_REQUEST = OnDeviceGeneration(
-    do_sample=True, dynamic=True, per_batch_line=True, top_k=50, global_top_k=256
-)
-"""Value of ``on_device_generation=true``: the device samples, with each request's own parameters."""
-
-
-_OUTSIDE: Final[Mapping[str, str]] = {
-    "max_length": "a request sets max_new_tokens; leave it out",
-    "eos_token_id": "the model's own ends a text; leave it out",
-}
-"""Keyword of TNX's `GenerationConfig` that is set elsewhere, to where."""
-
-
-def _generation(value: object) -> object:
-    if isinstance(value, OnDeviceGeneration):
-        return value
-    enabled = truth(value)
-    if enabled is not None:
-        return PER_REQUEST if enabled else None
-    fields = parse_object(value) if isinstance(value, str) else value
-    if not isinstance(fields, Mapping):
-        return fields
-    given = {
-        key: entry for key, entry in fields.items() if entry is not None or key not in _OUTSIDE
-    }
-    most = given.get("global_top_k", given.get("global_topk"))
-    if isinstance(most, int) and 0 < most < PER_REQUEST.top_k:
-        given.setdefault("top_k", most)  # the default is within the limit
-    return given
 
 
 class GeneralOptions(OptionGroup):
@@ -354,62 +289,6 @@ class BatchingOptions(OptionGroup):
     first token."""
 
 
-class LimitOptions(OptionGroup):
-    """Limits of requests."""
-
-    max_request_seconds: Annotated[Seconds | None, Option()] = None
-    """Longest time from the arrival of a request to the end of its answer, which then ends with what there is (finish
-    reason `time`); a request that never had a slot gets 408. A request can ask for less time (docs/protocols.md).
-    Default: no limit."""
-    max_body_bytes: Annotated[Count, Option()] = 6_291_456
-    """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
-    Serving also has its own limit (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
-    read or parsed take at most eight times as much; above that, they get 503."""
-    text_timeout: Annotated[Seconds, Option()] = 10.0
-    """Longest time of chat template and tokenizer for a request, which then gets 400, and of one call of a function of
-    `model.py`. Longer work is ended (docs/security.md)."""
-
-
-class ServerOptions(OptionGroup):
-    """The embedded server."""
-
-    api_key_file: Annotated[LocalPath | None, _OPERATOR] = None
-    """File with API keys, one in each line; empty lines and lines that begin with `#` are skipped. Every request needs
-    one of them as `Authorization: Bearer <key>`, except `/ping` and `/health`; others get 401.
-    The variable `DJL_NEURONX_API_KEY` has further keys, separated by commas. Both are read at the start, the file
-    again at SIGHUP. A relative path begins at the working directory. An error under DJL Serving, which checks no
-    keys."""
-    cors_allow_origins: Annotated[Origins | None, _OPERATOR] = None
-    """Web sites whose pages may use the server: CORS headers are sent to them. Default: none."""
-    access_log: Annotated[Literal["text", "json", "off"], Lower, Option()] = "text"
-    """One line of the log for each request, when its answer ends (docs/protocols.md); `json`: as a JSON object.
-    Successful requests of `/ping`, `/health` and `/metrics` are left out."""
-    cloudwatch_namespace: Annotated[Namespace | None, _OPERATOR] = None
-    """Log the metrics once a minute as a line from which CloudWatch Logs makes metrics below this namespace
-    (docs/metrics.md)."""
-    admin_port: Annotated[Port | None, _OPERATOR] = None
-    """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
-    `/info` are then 404 on the first port."""
-    admin_host: Annotated[Address | None, _OPERATOR] = None
-    """Address to listen on for `admin_port`. Default: that of the first port."""
-    request_head_timeout: Annotated[Seconds, Option()] = 10.0
-    """Longest time from a new connection, or from the first byte of a further request, to the end of the headers; then
-    408. A new connection without a byte is closed without an answer. Embedded server only: under DJL Serving clients
-    talk to Java."""
-    request_body_timeout: Annotated[Seconds, Option()] = 30.0
-    """Longest time from the headers to the end of the body; then 408. Embedded server only."""
-    write_timeout: Annotated[Seconds, Option()] = 30.0
-    """Longest time that a client may read nothing of an answer that waits for it; then its connection is closed. One
-    that reads little by little keeps its connection, but not its slot: its request ends when 8192 parts of its answer
-    are unread. Embedded server only."""
-    keep_alive_timeout: Annotated[Seconds, Option()] = 75.0
-    """Longest pause between two requests of a connection; then it is closed. Embedded server only."""
-    max_connections: Annotated[Count, Option()] = 4096
-    """Connections at once; on the next 64 only `/ping` and `/health` are served and others get 503, and for each one
-    more the oldest that has sent no request is closed. It is lower if the hard limit of open files (`ulimit -Hn`) does
-    not allow as many. Embedded server only."""
-
-
 class GraphOptions(OptionGroup):
     """Graphs and layouts."""
 
@@ -481,7 +360,7 @@ class GraphOptions(OptionGroup):
     """Look embeddings up on the device. TNX default: on the host; NxDI always does it on the device."""
     on_device_generation: Annotated[
         OnDeviceGeneration | None,
-        BeforeValidator(_generation),
+        BeforeValidator(parse_generation),
         _both(
             "on_device_sampling_config",
             allowed="true, false, a JSON object of do_sample, dynamic, top_k, top_p, temperature, top_p_min_tokens, "
@@ -849,36 +728,7 @@ def parse_value(name: str, value: object) -> object:
 
 def allowed_values(name: str) -> str:
     """The allowed values of an option in words: ``auto, cpu, tnx or nxdi``."""
-    return option(name).allowed or _allowed(ServingOptions.model_fields[name])
-
-
-def wrong_part(key: str) -> str:
-    """Describe the error of a key of an option's object that is not valid."""
-    if key in _OUTSIDE:
-        return f"{key}: {_OUTSIDE[key]}"
-    field = OnDeviceGeneration.model_fields.get(key.replace("topk", "top_k"))
-    if field is not None:
-        return f"{key}: expected {_allowed(field)}"
-    return f"{key!r} is wrong{did_you_mean(key, OnDeviceGeneration.model_fields)}"
-
-
-def _allowed(field: FieldInfo) -> str:
-    return join_words(_words(field.metadata) or _choices(field.annotation), "or")
-
-
-def _words(metadata: Iterable[object]) -> list[str]:
-    return [entry.words for entry in metadata if isinstance(entry, Allowed)]
-
-
-def _choices(annotation: object) -> list[str]:
-    """The values of the Literals and booleans in a type, and the words of described types."""
-    if annotation is bool:
-        return ["true", "false"]
-    if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation)]
-    return _words(getattr(annotation, "__metadata__", ())) or [
-        choice for branch in get_args(annotation) for choice in _choices(branch)
-    ]
+    return option(name).allowed or allowed_words(ServingOptions.model_fields[name])
 
 
 SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {

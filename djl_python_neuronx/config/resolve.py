@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from djl_python_neuronx.config import djl_serving, hints, keywords, own_code, sources
+from djl_python_neuronx.config.device_sampling import wrong_part
 from djl_python_neuronx.config.findings import Finding, Level, Problems
 from djl_python_neuronx.config.legacy import (
     DJL_ARGUMENTS,
@@ -34,7 +35,6 @@ from djl_python_neuronx.config.options import (
     names_where,
     option,
     parse_value,
-    wrong_part,
 )
 from djl_python_neuronx.config.sources import Inputs, Setting
 from djl_python_neuronx.config.values import (

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,7 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from djl_python_neuronx.config import hints
 from djl_python_neuronx.errors import redacted
@@ -214,6 +215,26 @@ def join_words(values: Iterable[object], last: str = "and") -> str:
     """The values as a list in a sentence: ``1, 2 and 4`` if `last` is ``and``."""
     words = [str(value) for value in values]
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def allowed_words(field: FieldInfo) -> str:
+    """Return the values that a field's type allows, in words."""
+    return join_words(_words(field.metadata) or _choices(field.annotation), "or")
+
+
+def _words(metadata: Iterable[object]) -> list[str]:
+    return [entry.words for entry in metadata if isinstance(entry, Allowed)]
+
+
+def _choices(annotation: object) -> list[str]:
+    """The values of the Literals and booleans in a type, and the words of described types."""
+    if annotation is bool:
+        return ["true", "false"]
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return _words(getattr(annotation, "__metadata__", ())) or [
+        choice for branch in get_args(annotation) for choice in _choices(branch)
+    ]
 
 
 def as_property(value: object) -> str:

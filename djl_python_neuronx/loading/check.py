@@ -20,8 +20,8 @@ from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
 from djl_python_neuronx.config import djl_serving, sources
 from djl_python_neuronx.config.findings import Finding, Problems
-from djl_python_neuronx.config.options import ServerOptions
 from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.config.server_options import ServerOptions
 from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.engine.limits import most_characters
 from djl_python_neuronx.errors import (

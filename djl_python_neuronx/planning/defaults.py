@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
-from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
+from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
+from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import memory

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, is_set, when
-from djl_python_neuronx.config.options import MAX_ROWS, OnDeviceGeneration, ServingOptions
+from djl_python_neuronx.config.options import MAX_ROWS, ServingOptions
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 
 OPEN: Final = frozenset({"auto", "optimum", "vllm"})

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions
+from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
+from djl_python_neuronx.config.options import ServingOptions
 
 LEFT_OUT = "no equivalent: left out, it only tunes"
 REFUSED = "no equivalent: refused"

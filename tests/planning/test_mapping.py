@@ -10,9 +10,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.keywords import OBJECTS, OPTIONS, RESERVED
-from djl_python_neuronx.config.options import OnDeviceGeneration, ServingOptions, option
+from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.case import Case
