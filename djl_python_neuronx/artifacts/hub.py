@@ -1,16 +1,19 @@
 """Models of the Hugging Face Hub, downloaded by its own library into its own cache, which other programs share.
 
 The library makes paths of what the server names: an ETag, a commit, the files of a listing. Its HTTP client therefore
-refuses an answer with other than plain names, whichever one it is, and the listing is read and checked here.
+refuses an answer with other than plain names, or with more bytes than expected, whichever one it is, and the listing is
+read and checked here.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -47,6 +50,9 @@ CONFIG = "config.json"
 _CONNECT_TIMEOUT_S = 4
 _SERVER_ERROR = 500
 _NUM_THREADS = 8
+_MAX_LISTING_BYTES = 2 * MAX_JSON_BYTES
+_most_bytes: ContextVar[int] = ContextVar("_most_bytes", default=sys.maxsize)
+"""Longest body of an answer, decompressed; without a limit for others in this process who use the library."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PLAIN = re.compile(r'(W/)?"?[\w=+-]{1,128}"?', re.ASCII)
@@ -149,7 +155,8 @@ def fetch(
             return folder
         _guard_client()
         api = HfApi(endpoint=settings.endpoint, token=settings.token)
-        info = api.model_info(model_id, revision=revision, files_metadata=True)
+        with _at_most(_MAX_LISTING_BYTES):
+            info = api.model_info(model_id, revision=revision, files_metadata=True)
         listed = {file.rfilename: file for file in info.siblings or ()}
         files = [listed[name] for name in sorted(selection.choose(listed.keys()))]
         if not files:
@@ -200,7 +207,7 @@ def fetch_config(
             _guard_client()
             url = hf_hub_url(model_id, CONFIG, revision=revision, endpoint=settings.endpoint)
             failure = _connection_failure(url, settings.token)
-    with request.translated(what, failure):
+    with request.translated(what, failure), _at_most(MAX_JSON_BYTES):
         local = bool(settings.offline or failure)
         return Path(hf_hub_download(model_id, CONFIG, local_files_only=local, **request.arguments))
 
@@ -238,15 +245,46 @@ def _guard_client() -> None:
 
 
 def _check_answer(response: Any, *_: object, **__: object) -> None:  # noqa: ANN401  (of requests or httpx)
-    """Refuse an answer before the library makes a path of it. An ETag counts only beside a commit, as for the library.
+    """Refuse an answer before the library makes a path of it, and a body before the library has stored it whole.
+
+    An ETag counts only beside a commit, as for the library.
 
     Raises:
         ArtifactAccessError: a header has not its plain form.
     """
+    parts = "iter_bytes" if hasattr(response, "iter_bytes") else "iter_content"
+    setattr(response, parts, _bounded(getattr(response, parts), str(response.url)))
     headers = response.headers
     for name, form in _FORMS.items():
         if name in headers and (name != "ETag" or "X-Repo-Commit" in headers):
             _checked(str(response.url), f"answers with {name}", headers[name], *form)
+
+
+@contextmanager
+def _at_most(num_bytes: int) -> Iterator[None]:
+    before = _most_bytes.set(num_bytes)
+    try:
+        yield
+    finally:
+        _most_bytes.reset(before)
+
+
+def _bounded(parts: Callable[..., Iterator[bytes]], place: str) -> Callable[..., Iterator[bytes]]:
+    """Return a reader of a body that raises `ArtifactAccessError` behind `_most_bytes`."""
+
+    def read(*args: Any, **keywords: Any) -> Iterator[bytes]:  # noqa: ANN401
+        left = most = _most_bytes.get()
+        for part in parts(*args, **keywords):
+            left -= len(part)
+            if left < 0:
+                msg = (
+                    f"{redacted(place)} answers with more than {most} bytes, the most that this file or listing may "
+                    "have. Start again; if it stays so, tell who runs the server."
+                )
+                raise ArtifactAccessError(msg)
+            yield part
+
+    return read
 
 
 def _checked(place: str, does: str, value: object, form: re.Pattern[str], expected: str) -> str:
@@ -312,7 +350,9 @@ class _Request:
         cached = try_to_load_from_cache(self.model_id, name, self.settings.cache_dir, commit)
         is_new, arguments = not isinstance(cached, str), {**self.arguments, "revision": commit}
         for again in (False, True):
-            path = Path(hf_hub_download(self.model_id, name, force_download=again, **arguments))
+            with _at_most(sys.maxsize if file.size is None else file.size):
+                loaded = hf_hub_download(self.model_id, name, force_download=again, **arguments)
+            path = Path(loaded)
             folder: Path = path.parents[name.count("/")]
             size = path.stat().st_size
             digest = sha256_of(path, root) if sha256 and (is_new or again) else sha256

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from djl_python_neuronx.artifacts import hub
 from djl_python_neuronx.artifacts.fetch import fetch
-from djl_python_neuronx.artifacts.folder import SERVING
+from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES, SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.folders import tensors
@@ -132,10 +134,45 @@ def test_what_differs_twice_from_the_listing_ends_the_fetch(server, environ, twi
 )
 def test_each_header_is_taken_in_its_plain_form_alone(name, plain, other):
     headers = {"X-Repo-Commit": "a" * 40, name: plain}
-    hub._check_answer(SimpleNamespace(url="http://hub/a", headers=headers))
+    answer = SimpleNamespace(url="http://hub/a", headers=headers, iter_bytes=iter)
+    hub._check_answer(answer)
     headers[name] = other
     with pytest.raises(ArtifactAccessError, match=f"answers with {name} '"):
-        hub._check_answer(SimpleNamespace(url="http://hub/a", headers=headers))
+        hub._check_answer(answer)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_body_ends_where_the_listing_says(server, environ, name):
+    def longer(request, status, body, headers):
+        if request.path.endswith(name):
+            body += b" "
+        return status, body, headers
+
+    server.twist = longer
+    most = len(FILES[name])
+    with pytest.raises(ArtifactAccessError, match=f"{name} answers with more than {most} bytes"):
+        hub.fetch("ours/llama", environ=environ)
+
+
+@pytest.mark.parametrize("path", ["/api/models/", "config.json"])
+def test_a_body_that_grows_when_it_is_decompressed_is_not_stored(server, environ, tmp_path, path):
+    """A listing that is fetched for a start, and the file that `check` reads."""
+    bomb = gzip.compress(b" " * (2 * MAX_JSON_BYTES + 1))
+
+    def grow(request, status, body, headers):
+        if request.command == "GET" and path in request.path:
+            body, headers = bomb, {**headers, "Content-Encoding": "gzip"}
+        return status, body, headers
+
+    server.twist = grow
+    read = {
+        "/api/models/": partial(hub.fetch, environ=environ),
+        "config.json": partial(hub.fetch_config, revision=None, environ=environ, origin="a line"),
+    }
+    with pytest.raises(ArtifactAccessError, match="answers with more than"):
+        read[path]("ours/llama")
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert stored <= MAX_JSON_BYTES
 
 
 def test_what_differs_once_is_fetched_again(server, environ):
