@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from djl_python_neuronx.loading.compile_process import CompileProgress
-    from djl_python_neuronx.loading.prepare import LoadProgress
+    from djl_python_neuronx.loading.situation import LoadProgress
     from djl_python_neuronx.planning.machines import DeviceInfo
     from djl_python_neuronx.service import Service
 
@@ -215,6 +215,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from djl_python_neuronx.config.findings import Problems
         from djl_python_neuronx.config.resolve import read_settings
         from djl_python_neuronx.loading.check import check_all
+        from djl_python_neuronx.loading.situation import Purpose
         from djl_python_neuronx.server.app import serve
         from djl_python_neuronx.server.http import tls_context
         from djl_python_neuronx.server.keys import read_keys
@@ -242,7 +243,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         placed: Sequence[Sequence[str]] = [()]
         if several:
             placement = check_all(
-                arguments.models, environ=environment(), overrides=given, starting=True
+                arguments.models, environ=environment(), overrides=given, purpose=Purpose.SERVE
             )
             placement.raise_errors()
             placed = placement.placed
@@ -268,7 +269,7 @@ def _load(
     **more: Any,  # noqa: ANN401  (for `Service.load`)
 ) -> Service:
     """Load a model; see `server.models.Load`. `bars`: show its progress as bars, which one load at a time can."""
-    from djl_python_neuronx.loading.prepare import SILENT
+    from djl_python_neuronx.loading.situation import SILENT
     from djl_python_neuronx.service import Service
 
     with progress_bars(sys.stderr) if bars else nullcontext(SILENT) as progress:
@@ -376,7 +377,7 @@ def _port_from_environment() -> int:
 @contextmanager
 def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
     """Progress bars for transfers and compilation, below the log. None if `stream` is no terminal, or without rich."""
-    from djl_python_neuronx.loading.prepare import SILENT, LoadProgress
+    from djl_python_neuronx.loading.situation import SILENT, LoadProgress
 
     try:
         from rich.console import Console

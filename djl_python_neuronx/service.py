@@ -11,29 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.base import Want
-from djl_python_neuronx.backends.env import count_cores
-from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
-from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.loading.compiled import obtain
-from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
+from djl_python_neuronx.loading.launch import make_launch
 from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
+from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.loading.situation import SILENT, LoadProgress
 from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
-from djl_python_neuronx.planning.cores import place
-from djl_python_neuronx.planning.machines import with_cores
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads
 from djl_python_neuronx.protocol.custom import CustomFormatters
@@ -151,58 +145,23 @@ class Service:
             ServingError: the settings, the model's files or the machine do not allow it.
         """
         started_s = time.monotonic()
-        environ = environment() if environ is None else environ
         progress.stage("reading the settings and fetching the model")
         prepared = prepare_or_raise(
             properties,
             model_dir,
-            environ=environ,
+            environ=environment() if environ is None else environ,
             overrides=overrides,
             among_others=bool(placed),
             progress=progress,
         )
         options = prepared.options
-        functions = {name: one for name, one in (properties or {}).items() if callable(one)}
-        if properties is None and options.trust_remote_code and model_dir is not None:
-            functions = custom.load(model_dir)
-        if options.output_formatter is not None:
-            functions.pop("output_formatter", None)
-        placed = placed or place([prepared.need], prepared.case.device)[0]
-        # All copies load the graphs that are compiled here, on the cores of the first one.
-        models = [
-            replace(model, environ=with_cores(model.environ, placed[0]))
-            for model in (prepared, prepared.draft)
-            if model is not None
-        ]
-        tokenizer = ThreadPoolExecutor(1).submit(prepared.start_tokenizer)
-        # All before any is loaded: a compilation needs the cores that a loaded model holds.
-        graphs = [obtain(model, tokenizer.result) for model in models]
-        job = EngineJob(
-            tuple(
-                ModelJob(
-                    model.backend, _with_threads(model, compiled.plan, len(placed)), compiled.folder
-                )
-                for model, compiled in zip(models, graphs, strict=True)
-            ),
-            ngram_prompt_lookup_max=options.ngram_prompt_lookup_max or 1,
-            decode_interleave=options.decode_interleave,
-            max_join_wait_s=options.join_wait_s,
-            worker=WorkerSettings(
-                options.queue_timeout or options.predict_timeout, warm_up=not options.skip_warmup
-            ),
-            log_level=logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel()),
-        )
-        launches: list[Callable[[], Host]] = [partial(EngineThread, job.load, job.worker)]
-        if options.engine_process:
-            launches = [
-                partial(EngineProcess, replace(job, copy=i), with_cores(prepared.environ, cores))
-                for i, cores in enumerate(placed)
-            ]
+        functions = _formatters(properties, model_dir, options)
+        launch = make_launch(prepared, placed)
         service = cls(
             options,
-            tokenizer.result,
-            launches,
-            cores=placed,
+            launch.tokenizer,
+            launch.starts,
+            cores=launch.cores,
             functions=functions,
             room=partial(LOAD_MEMORY.of, prepared.host_bytes),
             before=before,
@@ -218,13 +177,13 @@ class Service:
                 "loaded backend=%s model_type=%s copies=%d slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
                 prepared.backend,
                 prepared.artifact.model_type,
-                len(placed),
+                len(launch.cores),
                 spec.num_slots,
                 spec.max_model_len,
                 spec.prefill_buckets,
                 time.monotonic() - started_s,
             )
-        for compiled in graphs:
+        for compiled in launch.graphs:
             if compiled.cache_hit is not None:
                 outcome = "hits" if compiled.cache_hit else "misses"
                 service.metrics[f"compile_cache_{outcome}_total"].inc()
@@ -294,11 +253,20 @@ class Service:
             )
 
 
-def _with_threads(prepared: Prepared, plan: LoadPlan, num_copies: int) -> LoadPlan:
-    """Return the plan of a copy: on a CPU the copies share the threads that one alone would take."""
-    if not prepared.case.on_cpu or plan.num_threads is not None or num_copies == 1:
-        return plan
-    return replace(plan, num_threads=max(1, (count_cores() - 1) // num_copies))
+def _formatters(
+    properties: Mapping[str, Any] | None, model_dir: Path | None, options: ServingOptions
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions of `model.py`, by kind: DJL Serving's properties have them, or the trusted folder does.
+
+    Raises:
+        ArtifactError: `model.py` cannot be read or imported.
+    """
+    functions = {name: one for name, one in (properties or {}).items() if callable(one)}
+    if properties is None and options.trust_remote_code and model_dir is not None:
+        functions = custom.load(model_dir)
+    if options.output_formatter is not None:
+        functions.pop("output_formatter", None)
+    return functions
 
 
 def freeze_heap() -> None:

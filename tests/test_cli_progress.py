@@ -9,7 +9,7 @@ import pytest
 
 from djl_python_neuronx.cli import progress_bars
 from djl_python_neuronx.loading.compile_process import CompileProgress
-from djl_python_neuronx.loading.prepare import SILENT
+from djl_python_neuronx.loading.situation import SILENT
 
 pytest.importorskip("rich", reason="needs the `check` extra")
 

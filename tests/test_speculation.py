@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch", reason="the cpu backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
 
-from djl_python_neuronx import service as service_module  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings  # noqa: E402
 from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
+from djl_python_neuronx.loading import launch as launch_module  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
@@ -139,7 +139,7 @@ def test_the_threads_of_the_options_stay(monkeypatch: pytest.MonkeyPatch) -> Non
 
         return EngineThread(noting, settings)
 
-    monkeypatch.setattr(service_module, "EngineThread", start)
+    monkeypatch.setattr(launch_module, "EngineThread", start)
     overrides = {**DRAFT, "cpu_threads": "2", "engine_process": "false"}
     Service.load(None, TINY, environ={}, overrides=overrides).close()
     assert found == [2]

@@ -33,7 +33,8 @@ from djl_python_neuronx.errors import (
     redacted,
 )
 from djl_python_neuronx.loading.compiled import foresee
-from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Preparation, Prepared
+from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, Prepared, prepare
+from djl_python_neuronx.loading.situation import Purpose, Situation
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.cores import place
@@ -125,15 +126,15 @@ def check_all(
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     machine: DeviceInfo | None = None,
-    starting: bool = False,
+    purpose: Purpose = Purpose.CHECK,
 ) -> Placement:
     """Check all models of one server, and place their copies on the machine's cores.
 
-    `starting`: prepare each model as a start does: fetch its weights, assume no machine. Others: see `check`.
+    `purpose`: `SERVE` to prepare each model as a start does. Others: see `check`.
     """
     several = len(targets) > 1
     checked = partial(check, environ=environ, overrides=overrides, machine=machine)
-    reports = tuple(checked(one, among_others=several, starting=starting) for one in targets)
+    reports = tuple(checked(one, among_others=several, purpose=purpose) for one in targets)
     found = Placement(reports, Problems() if several else reports[0].findings)
     for conflict in _conflicts(reports) if several else ():
         found.findings.add("error", conflict)
@@ -194,12 +195,11 @@ def check(
     overrides: Mapping[str, str],
     machine: DeviceInfo | None = None,
     among_others: bool = False,
-    starting: bool = False,
+    purpose: Purpose = Purpose.CHECK,
 ) -> Report:
     """Check the model folder, `.properties` file, Hugging Face id or URI `target`.
 
-    Never raises for problems of settings or model; the report has them. Downloads no more than config.json, unless
-    `starting`.
+    Never raises for problems of settings or model; the report has them.
 
     Args:
         target: None for SageMaker's folder or, without it, the model that variables or `overrides` name.
@@ -207,7 +207,7 @@ def check(
         overrides: options of the command line.
         machine: the machine to plan for; None for this one or, without a Neuron device, an assumed one.
         among_others: the machine serves other models too.
-        starting: see `check_all`.
+        purpose: see `check_all`.
     """
     problems = Problems()
     name = redacted(target or str(sources.MODEL_DIR))
@@ -217,13 +217,13 @@ def check(
         problems = Problems()  # of no settings nothing else is worth reporting
         problems.add_error(error)
         return Report(name, problems)
-    preparation = Preparation.of(
-        settings, environ, problems, machine, fetch_weights=starting, among_others=among_others
+    situation = Situation.of(
+        purpose, settings, environ, problems, machine, among_others=among_others
     )
-    on_cpu = not preparation.machine.has_neuron
+    on_cpu = not situation.machine.has_neuron
     _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=on_cpu))
-    prepared = preparation.prepare(settings)
-    if prepared is None or starting:
+    prepared = prepare(settings, situation)
+    if prepared is None or not situation.is_dry:
         return Report(name, problems, settings, prepared)
     serves_here = machine is None and not on_cpu
     obstacles = [*_missing_here(prepared.backend)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
+from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi
 from djl_python_neuronx.artifacts.manifest import (
@@ -31,16 +33,19 @@ from djl_python_neuronx.artifacts.store import (
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import as_property, join_words
+from djl_python_neuronx.config.values import as_property, join_words, make_buckets
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
     ArtifactNotFoundError,
     BackendError,
+    ConfigError,
     describe_differences,
 )
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.mismatch import graph_target, has_own_graphs
-from djl_python_neuronx.loading.prepare import Prepared, load_plan
+from djl_python_neuronx.loading.prepare import Prepared
+from djl_python_neuronx.loading.situation import Purpose
+from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
 from djl_python_neuronx.planning.plan import (
     PACKAGE_VERSIONS,
@@ -79,8 +84,8 @@ class Compiled:
 def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
     """Find or compile the graphs of a prepared model. Compiling takes minutes to hours.
 
-    `tokenizer`: the model's own; a draft model has that of the model that it drafts for. A model that is compiled
-    `ahead` is refused if its graphs cannot be stored, and compiled whatever `option.compilation` is.
+    `tokenizer`: the model's own; a draft model has that of the model that it drafts for. A model that is prepared to be
+    compiled is refused if its graphs cannot be stored, and compiled whatever `option.compilation` is.
 
     Raises:
         ArtifactMismatchError: the user named a folder of graphs that are for other settings.
@@ -95,7 +100,7 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
         return compiled
     tokenizer()  # before hours of compiling: it may be damaged
     if reason := compiler.uncompilable(prepared.artifact.config):
-        if prepared.ahead:
+        if prepared.purpose is Purpose.COMPILE:
             msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
             raise BackendError(msg)
         _check_allowed(prepared, reason)
@@ -110,6 +115,59 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
         compiled = _build(prepared, compiled, _locate(prepared, None if has_graphs else place))
     logger.info("compiled folder=%s", compiled.folder)
     return compiled
+
+
+def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPlan:
+    """Write the backend's plan for a prepared model.
+
+    Raises:
+        ConfigError: options are not filled in.
+        ArtifactNotFoundError: the weights are absent.
+        IncompatibleOptionsError: the shapes contradict each other.
+    """
+    artifact, options = prepared.artifact, prepared.options
+    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
+    if max_model_len is None or num_slots is None or options.dtype == "auto":
+        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
+        raise ConfigError(msg)
+    weights = prepared.weights
+    if weights is None:
+        msg = f"the weights of {artifact.path} are not here; prepare the model for a start"
+        raise ArtifactNotFoundError(msg)
+    return LoadPlan(
+        # The weights of the ranks lie beside the graphs: the folder is that of the configuration.
+        model_dir=artifact.path if weights.kind == "ranks" else weights.folder,
+        kind=weights.kind,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
+        prefill_buckets=options.context_length_estimate or (max_model_len,),
+        token_buckets=options.token_buckets or make_buckets(max_model_len),
+        dtype=options.dtype,
+        tensor_parallel_degree=prepared.case.degree,
+        process_cores=prepared.process_cores,
+        trust_remote_code=options.trust_remote_code,
+        revision=options.revision,
+        num_threads=options.cpu_threads,
+        eos_ids=_eos_ids(artifact, tokenizer),
+        num_speculative_tokens=options.speculative_length if options.speculating else 0,
+        mixed_steps=bool(options.enable_chunked_prefill),
+        default_top_k=options.on_device_default_top_k,
+        arguments=prepared.planned.arguments or LibraryArguments(),
+    )
+
+
+def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozenset[int]:
+    """Return the model's ids, else the tokenizer's. Without any, only lengths and stop strings end a text."""
+    if artifact.eos_ids:
+        return artifact.eos_ids
+    vocab_size = artifact.config.get("vocab_size") or sys.maxsize
+    eos_id = tokenizer().eos_id
+    if eos_id is not None and eos_id < vocab_size:
+        return frozenset({eos_id})
+    reason = "no id of the vocabulary in configuration or tokenizer"
+    logger.warning("no_eos path=%s reason=%r", artifact.path, reason)
+    return frozenset()
 
 
 def foresee(prepared: Prepared, problems: Problems) -> None:
@@ -302,7 +360,7 @@ def _judge(prepared: Prepared, place: CompilePlace, miss: Miss) -> tuple[Level, 
 
 def _check_allowed(prepared: Prepared, reason: str) -> None:
     """Refuse to compile at a start if `option.compilation` forbids it."""
-    if prepared.options.compilation == "forbid" and not prepared.ahead:
+    if prepared.options.compilation == "forbid" and prepared.purpose is not Purpose.COMPILE:
         origin = prepared.resolved.origins.get("compilation", "default")
         msg = (
             f"compilation=forbid ({origin}), and a start would compile: {reason}. Compile ahead of time "

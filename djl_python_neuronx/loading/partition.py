@@ -34,7 +34,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.compiled import Compiled, obtain
-from djl_python_neuronx.loading.prepare import SILENT, LoadProgress, Prepared, prepare_or_raise
+from djl_python_neuronx.loading.prepare import Prepared, prepare_or_raise
+from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import graph_options, stored_findings
 from djl_python_neuronx.types import Tokenizer
@@ -81,7 +82,7 @@ def compile_model(
         environ=environ,
         overrides=overrides,
         machine=machine,
-        ahead=True,
+        purpose=Purpose.COMPILE,
         progress=progress,
     )
     weights = weights or _usual_weights(prepared)
@@ -97,7 +98,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
         ServingError: the settings, the model, the machine or the output do not allow it.
     """
     prepared = prepare_or_raise(
-        properties, Path(properties["model_dir"]), environ=environ, ahead=True
+        properties, Path(properties["model_dir"]), environ=environ, purpose=Purpose.COMPILE
     )
     options = prepared.options
     if options.save_mp_checkpoint_path is None:

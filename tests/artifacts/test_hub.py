@@ -70,6 +70,18 @@ def test_a_damaged_file_in_the_cache_is_fetched_again_alone(server, environ, dam
     assert server.loaded == [(name, 0)]
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_fetched_again_in_place_of_a_damaged_file_is_looked_at_too(server, environ, half):
+    folder = hub.fetch("ours/llama", environ=environ)
+    file = (folder / "model.safetensors").resolve()
+    file.write_bytes(file.read_bytes()[:100])
+    server.twist = shorter if half else flipped
+    with pytest.raises(ArtifactAccessError, match=r"model\.safetensors differs twice from what"):
+        hub.fetch("ours/llama", environ=environ)
+    server.twist = lambda _request, *answer: answer
+    assert contents(hub.fetch("ours/llama", environ=environ)) == {n: FILES[n] for n in WANTED}
+
+
 def test_what_is_damaged_on_the_hub_is_fetched_once(server, environ, caplog):
     """As a file that nobody reads: `detect` judges what is served."""
     pointer = {"lfs.safetensors": b"version https://git-lfs"}

@@ -30,7 +30,7 @@ from djl_python_neuronx.errors import (  # noqa: E402
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
 from djl_python_neuronx.loading.check import check  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
-from djl_python_neuronx.loading.prepare import load_plan, prepare_or_raise  # noqa: E402
+from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
@@ -334,7 +334,7 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)
     backends.get("tnx").compile(
-        replace(load_plan(prepared, prepared.load_tokenizer), presharded=True), cut
+        replace(graphs.load_plan(prepared, prepared.load_tokenizer), presharded=True), cut
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)

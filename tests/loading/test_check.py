@@ -21,9 +21,11 @@ from djl_python_neuronx.artifacts import tokenizer
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading import check as check_module
+from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import Placement, check, check_all
 from djl_python_neuronx.loading.report import all_as_json, as_json, as_property, bar, gib, render
+from djl_python_neuronx.loading.situation import Purpose
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.memory import CoreMemory
@@ -170,7 +172,7 @@ def test_code_of_the_folder_is_reported_and_not_run(tmp_path, laptop):
 
 
 def test_a_tokenizer_is_what_is_loaded_as_one():
-    assert prepare_module.has_vocabulary is tokenizer.has_vocabulary
+    assert judge_module.has_vocabulary is tokenizer.has_vocabulary
     whole = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
     assert all(tokenizer.has_vocabulary([name]) for name in (*whole, "x.model", "x.tiktoken"))
     assert not tokenizer.has_vocabulary(["tokenizer_config.json", "config.json", "x.json"])
@@ -256,6 +258,29 @@ def test_layers_that_the_library_cannot_divide(environ):
         )
         assert report.ok == ok
         assert all("32 layers" in error for error in report.findings.messages("error"))
+
+
+@pytest.mark.parametrize("purpose", [Purpose.CHECK, Purpose.SERVE])
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"is_encoder_decoder": True}, "it is an encoder-decoder"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "its linear_attention layers"),
+    ],
+)
+def test_what_the_backend_rules_out_is_an_error_of_check_too(tmp_path, purpose, facts, words):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((TINY / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **facts}))
+    (report,) = check_all(
+        [str(model)], environ={}, overrides={"model_loader": "cpu"}, purpose=purpose
+    ).reports
+    (error,) = report.findings.messages("error")
+    assert error.startswith(f"the cpu backend cannot serve the model in {model}: {words}")
+    drafts = {"model_loader": "cpu", "speculative_draft_model": str(model)}
+    (report,) = check_all([str(TINY)], environ={}, overrides=drafts, purpose=purpose).reports
+    (error,) = report.findings.messages("error")
+    assert error.startswith(f"the draft model: the cpu backend cannot serve the model in {model}")
 
 
 def test_a_degree_that_is_refused_is_not_said_to_be_missing(tmp_path):
@@ -425,7 +450,7 @@ def test_which_loader_is_planned_for(
     states = {name: installed.get(key, "missing") for key, name in names.items()}
     states["neuronx-cc"] = "missing"
     found = {name: Library(name, None, state) for name, state in states.items()}
-    for module in (check_module, prepare_module):
+    for module in (check_module, judge_module, prepare_module):
         monkeypatch.setattr(module, "libraries", lambda: found)
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: here)
     config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
@@ -1254,13 +1279,15 @@ class TestSeveral:
         """No machine is assumed, and absent weights are an error."""
         settings = "option.tensor_parallel_degree=2\noption.replicas=2"
         targets = models(tmp_path, ("llama-3-8b", settings))
-        told = check_all(targets, environ={}, overrides={}, starting=True)
+        told = check_all(targets, environ={}, overrides={}, purpose=Purpose.SERVE)
         assert [report.prepared for report in told.reports] == [None]
         assert "no weights" in told.findings.messages("error")[0]
         (tmp_path / "tiny").mkdir()
         shutil.copytree(TINY, tmp_path / "tiny", dirs_exist_ok=True)
         overrides = {"tensor_parallel_degree": "2", "replicas": "2", "model_loader": "auto"}
-        told = check_all([str(tmp_path / "tiny")], environ={}, overrides=overrides, starting=True)
+        told = check_all(
+            [str(tmp_path / "tiny")], environ={}, overrides=overrides, purpose=Purpose.SERVE
+        )
         assert told.findings.messages("error") == ()
         assert told.placed == (("", ""),), "the cpu backend, as a start without a Neuron device"
 

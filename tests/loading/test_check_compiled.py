@@ -14,6 +14,7 @@ from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import compiled as compiled_module
+from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import plan
@@ -72,7 +73,7 @@ def at_hand(monkeypatch):
             for name, version in versions.items()
         }
         monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: machine)
-        for module in (check_module, prepare_module, plan):
+        for module in (check_module, judge_module, prepare_module, plan):
             monkeypatch.setattr(module, "libraries", lambda: found)
         monkeypatch.setattr(backends.get("tnx"), "compiler_version", lambda: compiler)
 

@@ -17,7 +17,6 @@ from tests.processes import engines
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from djl_python_neuronx import service as service_module
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
@@ -34,7 +33,8 @@ from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.partition import compile_model
-from djl_python_neuronx.loading.prepare import LoadProgress, load_plan, prepare_or_raise
+from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.loading.situation import LoadProgress, Purpose
 from djl_python_neuronx.planning import backend_choice as loaders
 from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
@@ -288,7 +288,7 @@ def test_without_a_device_nothing_is_compiled_for_a_start_here(
     with pytest.raises(BackendUnavailableError, match="no Neuron device is visible here"):
         compiled(machine, {**options, "tensor_parallel_degree": "8"})
     assert machine.compiled() == []
-    compiled(machine, options, ahead=True)
+    compiled(machine, options, purpose=Purpose.COMPILE)
     assert "cores and memory are not checked" in caplog.text
 
 
@@ -402,17 +402,6 @@ def test_nothing_is_started_before_it_is_wanted(machine, options):
     service.close()
 
 
-@pytest.mark.parametrize(
-    ("copies", "own", "threads"), [(1, None, None), (2, None, 3), (9, None, 1), (2, 5, 5)]
-)
-def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
-    monkeypatch.setattr(service_module, "count_cores", lambda: 8)
-    options = {"model_loader": "cpu", **({} if own is None else {"cpu_threads": str(own)})}
-    prepared = prepare_or_raise(None, TINY, environ={}, overrides=options)
-    given = load_plan(prepared, prepared.load_tokenizer)
-    assert service_module._with_threads(prepared, given, copies).num_threads == threads
-
-
 KILLED = """
 import sys
 from pathlib import Path
@@ -500,7 +489,7 @@ def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, op
     other = shutil.copytree(TINY, tmp_path / "other")
     del options["tensor_parallel_degree"]
     known = {"environ": machine.environ, "overrides": options}
-    placement = check_all([str(TINY), str(other)], starting=True, **known)
+    placement = check_all([str(TINY), str(other)], purpose=Purpose.SERVE, **known)
     placement.raise_errors()
     assert placement.placed == (("0",), ("1",))
     before = toy_service(ToyBackend(TOY_SPEC))

@@ -1,0 +1,148 @@
+"""Find the model that settings name, the graphs beside it, and its draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from djl_python_neuronx.artifacts import fetch, formats
+from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi, with_graphs
+from djl_python_neuronx.artifacts.folder import read_json
+from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.config.sources import try_path
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.loading.mismatch import has_own_graphs
+from djl_python_neuronx.loading.situation import Situation
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.rules import OPEN
+
+DRAFT = "speculative_draft_model"
+"""The option that names the draft model."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that was found; see `Prepared`."""
+
+    name: str
+    source: str
+    artifact: Artifact
+    whole: bool = True
+    """False: config.json only."""
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """The facts of its configuration."""
+        return ModelFacts.from_config(self.artifact.config, self.artifact.dtype)
+
+
+def find_model(settings: Resolved, situation: Situation) -> Model | None:
+    """Find the model, with the graphs in `compiled_graph_path`. Returns None if nothing names a model.
+
+    Raises:
+        ServingError: it cannot be read; in a dry run only without config.json.
+    """
+    options = settings.options
+    if options.model_id is not None:
+        model = _find(options.model_id, options.model_dir, "model_id", settings, situation)
+    elif options.model_dir is None or "model_id" in settings.refused:
+        return None
+    else:
+        try:
+            name = str(options.model_dir)
+            model = _detect(options.model_dir, name, "the model argument", situation)
+        except UnknownFormatError as error:
+            msg = (
+                f"no model: set option.model_id to a Hugging Face id, a folder or s3://bucket/key, or give the "
+                f"folder of a model. Without it, {error}"
+            )
+            raise UnknownFormatError(msg) from error
+    return _with_named_graphs(model, settings, situation)
+
+
+def find_draft(settings: Resolved, base: Path | None, situation: Situation, target: Model) -> Model:
+    """Find the draft model of `target`. A relative name is looked for in `base`.
+
+    Raises:
+        ServingError: it cannot be read; in a dry run only without config.json, or without weights for a target that
+            has some.
+    """
+    name = settings.options.speculative_draft_model
+    assert name is not None  # noqa: S101  (the caller looks)
+    return _find(name, base, DRAFT, settings, situation, weights_needed=target.whole)
+
+
+def _find(
+    name: str,
+    base: Path | None,
+    option: str,
+    settings: Resolved,
+    situation: Situation,
+    *,
+    weights_needed: bool = False,
+) -> Model:
+    """Find the model that an option names, relative to `base`."""
+    origin = f"option.{option}, {settings.origins.get(option, 'default')}"
+    revision = settings.options.revision if option == "model_id" else None
+    if situation.is_dry:
+        folder = fetch.local_folder(name, base)
+    else:
+        folder = situation.fetch(name, origin, model_dir=base, revision=revision)
+    if folder is not None:
+        return _detect(folder, name, origin, situation, weights_needed=weights_needed)
+    config = fetch.fetch_config(name, revision, situation.environ, origin=origin)
+    if not isinstance(config.get("model_type"), str):
+        msg = f"{fetch.CONFIG} of {name!r} has no model_type; expected one such as 'llama'"
+        raise ArtifactError(msg)
+    source = f"{fetch.CONFIG} from {fetch.uri_scheme(name) or 'the hub'}"
+    return _without_weights(Path(name), name, source, config)
+
+
+def _detect(
+    folder: Path, name: str, origin: str, situation: Situation, *, weights_needed: bool = False
+) -> Model:
+    try:
+        return Model(name, str(folder), formats.detect(folder, origin=origin))
+    except ArtifactNotFoundError as error:
+        if not situation.is_dry or not formats.is_configuration(folder):
+            raise
+        if weights_needed:
+            situation.problems.add_error(error)
+        else:
+            situation.problems.add("warning", f"{error} Only the plan is checked.")
+        path = folder / fetch.CONFIG
+        return _without_weights(folder, name, str(path), read_json(path))
+
+
+def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> Model:
+    artifact = Artifact(path, "huggingface", None, config, ())
+    return Model(name, source, artifact, whole=False)
+
+
+def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -> Model:
+    """Return the model, with the graphs that NxD Inference has saved in `compiled_graph_path`, if it has.
+
+    Those that this package has stored there have a manifest, which `loading.compiled` reads.
+
+    Raises:
+        ArtifactError: they cannot be fetched or read, or are of another model.
+    """
+    place = settings.options.place("compiled_graph_path")
+    if place is None or settings.options.model_loader not in {*OPEN, "nxdi"}:
+        return model
+    folder = Path(place)
+    if fetch.uri_scheme(place):
+        if situation.is_dry:
+            return model
+        origin = f"option.compiled_graph_path, {settings.origins.get('compiled_graph_path')}"
+        if not saved_by_nxdi(fetch.list_names(place, situation.environ, origin=origin)):
+            return model
+        folder = situation.fetch(place, origin, everything=True)
+    is_foreign = try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
+    if not is_foreign or graphs_in(folder) != "nxdi":
+        return model
+    return replace(model, artifact=with_graphs(model.artifact, folder))
