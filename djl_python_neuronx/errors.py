@@ -117,7 +117,7 @@ class ConfigError(ServingError, ValueError, code="config_error"):
 
     @staticmethod
     def collect(problems: Sequence[ConfigError]) -> ConfigError:
-        """Returns one error that lists all of `problems`, or the problem itself if there is one."""
+        """Return one error that lists all of `problems`, or the problem itself if there is one."""
         flat = [leaf for problem in problems for leaf in problem.problems]
         if len(flat) == 1:
             return flat[0]
@@ -245,7 +245,7 @@ class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):
 
 
 class TextLimitError(RequestError, code="text_limit"):
-    """A text on which the model's chat template or tokenizer takes too much time or memory. Again it would be so."""
+    """A text on which the model's chat template or tokenizer takes too much time or memory. A retry fails too."""
 
 
 class BodyTooLargeError(RequestError, status=413, code="body_too_large"):

@@ -18,7 +18,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary
-from djl_python_neuronx.config import djl_serving, sources
+from djl_python_neuronx.config import djl_serving, sources, trust
 from djl_python_neuronx.config.findings import Finding, Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.server_options import ServerOptions
@@ -214,23 +214,24 @@ def check(
     try:
         settings, in_file = _read_settings(target, environ, overrides, problems)
     except ServingError as error:
-        problems = Problems()  # of no settings nothing else is worth reporting
+        problems = Problems()  # without settings nothing else is worth reporting
         problems.add_error(error)
         return Report(name, problems)
-    situation = Situation.of(
-        purpose, settings, environ, problems, machine, among_others=among_others
-    )
-    on_cpu = not situation.machine.has_neuron
+    variables = settings.worker_variables
+    serving = trust.serving_environ(environ, variables, problems, inherited=False)
+    here = machine or machines.detect(environ=serving)
+    on_cpu = not here.has_neuron
     _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=on_cpu))
+    is_named = machine is not None
+    situation = Situation(purpose, here, serving, problems, is_named, among_others)
     prepared = prepare(settings, situation)
-    if prepared is None or not situation.is_dry:
+    if prepared is None or purpose is not Purpose.CHECK:
         return Report(name, problems, settings, prepared)
-    serves_here = machine is None and not on_cpu
-    obstacles = [*_missing_here(prepared.backend)]
-    for obstacle in obstacles:
+    serves_here = not is_named and not on_cpu
+    if obstacle := _missing_here(prepared.backend):
         problems.add("warning" if serves_here else "note", obstacle)
     if not problems.errors:
-        _foresee(prepared, problems, here=serves_here and not obstacles)
+        _foresee(prepared, problems, here=serves_here and not obstacle)
         _add(problems, _small_host(prepared))
     _add(problems, (*_size(prepared), *_one_core_each(settings, prepared)))
     _add(problems, _long_answers(prepared))
@@ -297,12 +298,13 @@ def _add(problems: Problems, findings: Iterable[Finding]) -> None:
         problems.add(finding.level, finding.problem, finding.names)
 
 
-def _missing_here(backend: str) -> Iterator[str]:
-    """Yield what this installation lacks to load with a backend."""
+def _missing_here(backend: str) -> str:
+    """Return what this installation lacks to load with a backend; empty if nothing."""
     facts = NEURON_BACKENDS.get(backend)
     if facts is not None and (state := libraries()[facts.package].state) != "installed":
         what = "not installed" if state == "missing" else "PyPI's placeholder, not the library,"
-        yield f"{facts.package} is {what} here; the machine that serves needs it"
+        return f"{facts.package} is {what} here; the machine that serves needs it"
+    return ""
 
 
 def _size(prepared: Prepared) -> Iterator[Finding]:

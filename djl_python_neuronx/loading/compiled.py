@@ -73,10 +73,6 @@ class Compiled:
     plan: LoadPlan
     """The backend's plan to load them."""
     facts: CompileFacts
-    options: Mapping[str, Any]
-    """All options in force, as JSON values."""
-    packages: Mapping[str, str]
-    """Versions of the installed libraries."""
     cache_hit: bool | None = None
     """True if the compile store had the graphs; None if they were not looked up there."""
 
@@ -93,8 +89,7 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
         BackendError: the backend cannot compile the model.
     """
     plan = load_plan(prepared, tokenizer)
-    options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.backend}
-    compiled = Compiled(None, plan, _facts(prepared, plan.model_dir), options, _packages())
+    compiled = Compiled(None, plan, _facts(prepared, plan.model_dir))
     compiler = backends.compiler(prepared.backend)
     if compiler is None:
         return compiled
@@ -107,8 +102,8 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
         logger.warning("graphs_not_kept reason=%r", reason)
         return compiled
     place, has_graphs = _named_place(prepared)
-    if prepared.fits and prepared.artifact.compiled is not None:
-        compiled = replace(compiled, folder=prepared.artifact.compiled)
+    if prepared.own_graphs is not None:
+        compiled = replace(compiled, folder=prepared.own_graphs)
     elif has_graphs and (folder := _named_graphs(prepared, str(place), compiled.facts, "all")):
         compiled = replace(compiled, folder=folder, plan=_adapt_plan(prepared, plan, folder))
     else:
@@ -177,8 +172,7 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
         ServingError: the start would end with it before a compile.
     """
     compiler = backends.compiler(prepared.backend)
-    has_fitting = prepared.fits and prepared.artifact.compiled is not None
-    if compiler is None or has_fitting or prepared.weights is None:
+    if compiler is None or prepared.own_graphs is not None or prepared.weights is None:
         return
     if reason := compiler.uncompilable(prepared.artifact.config):
         _check_allowed(prepared, reason)
@@ -215,8 +209,8 @@ def _facts(prepared: Prepared, model_dir: Path) -> CompileFacts:
     )
 
 
-def _packages() -> dict[str, str]:
-    """Return the versions of the packages that are installed."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed libraries."""
     return installed_versions((*libraries(), *_PACKAGES))
 
 
@@ -307,12 +301,13 @@ def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compi
     # A compiler's cache is made by whoever needs it first, but the variable may have a typing error.
     level = logging.WARNING if new else logging.INFO
     logger.log(level, "compile_store place=%s origin=%r new=%s", place.store, place.origin, new)
+    options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.backend}
     folder = _open_store(prepared, place).build(
         compiled.facts,
         compile_into,
         on_miss=judge,
-        effective_options=compiled.options,
-        packages=compiled.packages,
+        effective_options=options,
+        packages=package_versions(),
     )
     return replace(compiled, folder=folder, cache_hit=not made)
 

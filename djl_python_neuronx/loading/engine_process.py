@@ -120,7 +120,7 @@ class EngineProcess:
             front, end = socket.socketpair()
             with end, ExitStack() as undo:
                 undo.callback(front.close)
-                # A session of its own: Ctrl-C in a terminal is for the front.
+                # In its own session: Ctrl-C in a terminal is for the front.
                 self._process = subprocess.Popen(  # noqa: S603
                     command, stdin=end.fileno(), env=dict(environ), start_new_session=True
                 )

@@ -25,7 +25,7 @@ class FailedLoads:
     """Failed loads of a model folder by the processes that this process's parent started."""
 
     def __init__(self, model_dir: str) -> None:
-        """Parents are told apart by process id and start time."""
+        """Process id and start time identify the parent."""
         parent, started = os.getppid(), "0"
         with suppress(OSError):  # no /proc
             # Source: proc(5): field 22; the name in field 2 may have spaces and brackets.

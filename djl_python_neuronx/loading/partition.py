@@ -33,7 +33,7 @@ from djl_python_neuronx.errors import (
     InvalidOptionError,
 )
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
-from djl_python_neuronx.loading.compiled import Compiled, obtain
+from djl_python_neuronx.loading.compiled import Compiled, obtain, package_versions
 from djl_python_neuronx.loading.prepare import Prepared, prepare_or_raise
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -193,7 +193,7 @@ class _Writer:
             destination,
             facts=compiled.facts,
             options=options,
-            packages=compiled.packages,
+            packages=package_versions(),
             layout=_layout(prepared, cut=self.weights == "presharded"),
             compiled=compiled.folder,
             write_weights=partial(_preshard, prepared, compiled)

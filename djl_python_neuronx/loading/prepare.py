@@ -17,7 +17,7 @@ from djl_python_neuronx.artifacts.artifact import CUT, Artifact
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
-from djl_python_neuronx.config import sources
+from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Level, Problem, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
@@ -34,7 +34,7 @@ from djl_python_neuronx.loading.judge import (
 from djl_python_neuronx.loading.mismatch import fill_recorded, has_own_graphs
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose, Situation
 from djl_python_neuronx.loading.tokenizer_process import LOAD_S, TokenizerProcess
-from djl_python_neuronx.planning import memory
+from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.cores import Need
@@ -99,6 +99,11 @@ class Prepared:
     def machine(self) -> DeviceInfo:
         """The machine, with the cores that this process may use."""
         return self.case.machine
+
+    @property
+    def own_graphs(self) -> Path | None:
+        """The folder of the graphs that came with the model, if they can be used."""
+        return self.artifact.compiled if self.fits else None
 
     @property
     def need(self) -> Need:
@@ -171,16 +176,11 @@ def prepare_or_raise(
     problems = Problems()
     settings = examine(properties, model_dir, environ, problems, overrides)
     _log_settings(settings)
-    situation = Situation.of(
-        purpose,
-        settings,
-        environ,
-        problems,
-        machine,
-        inherited=properties is not None,
-        among_others=among_others,
-        progress=progress,
-    )
+    variables, inherited = settings.worker_variables, properties is not None
+    environ = trust.serving_environ(environ, variables, problems, inherited=inherited)
+    here = machine or machines.detect(environ=environ)
+    is_named = machine is not None
+    situation = Situation(purpose, here, environ, problems, is_named, among_others, progress)
     logged = _log_problems(problems)
     prepared = prepare(settings, situation)
     if prepared is not None:

@@ -24,13 +24,15 @@ from djl_python_neuronx.telemetry import printable
 _GIB = 2**30
 _BAR_WIDTH = 60
 PARTS = (
-    # attribute, words, mark, mark in ASCII, colour
-    ("weights", "weights", "█", "#", "blue"),
-    ("padding", "padding", "▓", "%", "red"),
-    ("kv_cache", "KV cache", "▒", "=", "green"),
-    ("headroom", "headroom", "░", "-", "yellow"),
+    # attribute, words, mark, colour
+    ("weights", "weights", "█", "blue"),
+    ("padding", "padding", "▓", "red"),
+    ("kv_cache", "KV cache", "▒", "green"),
+    ("headroom", "headroom", "░", "yellow"),
 )
 """The parts of a core's memory, in the order of the bar."""
+IN_ASCII = str.maketrans("█▓▒░·", "#%=-.")
+"""The marks of a stream that has no others."""
 _FILE_WIDTH = 160
 """Columns of a table in a file or a pipe, which have no width."""
 _LEVELS: tuple[tuple[str, Level, str], ...] = (
@@ -100,24 +102,25 @@ def as_json(report: Report) -> dict[str, Any]:
 def render(placement: Placement, stream: TextIO, *, everything: bool = False) -> None:
     """Write the reports and the placement to `stream`. `everything`: options at their default too."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    ascii_only = not _encodes(encoding, "".join(mark for _, _, mark, _, _ in PARTS))
+    marks = {} if _encodes_marks(encoding) else IN_ASCII
     write = _plain_writer(stream)
     with suppress(ImportError):
         write = _rich_writer(stream)
-    for block in all_blocks(placement, everything=everything, ascii_only=ascii_only):
-        rows = (tuple(_escape(redacted(cell), encoding) for cell in row) for row in block.rows)
+    for block in all_blocks(placement, everything=everything):
+        rows = (
+            tuple(_escape(redacted(cell).translate(marks), encoding) for cell in row)
+            for row in block.rows
+        )
         write(replace(block, rows=tuple(rows)))
 
 
-def all_blocks(
-    placement: Placement, *, everything: bool = False, ascii_only: bool = False
-) -> Iterator[Block]:
+def all_blocks(placement: Placement, *, everything: bool = False) -> Iterator[Block]:
     """The sections of each report, those of several models below their names, and of the placement."""
     several = len(placement.reports) > 1
     for report in placement.reports:
         if several:
             yield Block(f"Model {report.target}", ())
-        yield from blocks(report, everything=everything, ascii_only=ascii_only)
+        yield from blocks(report, everything=everything)
     rows = [(*map(str, copy[:-1]), gib(copy[-1] or 0)) for copy in _copies(placement)]
     if rows:
         size = "GiB per core" if placement.device.has_neuron else "GiB"
@@ -138,9 +141,7 @@ def _copies(placement: Placement) -> Iterator[tuple[str, int, str, str, int | No
                 yield model.name, number, cores, chips(cores, placement.device), memory
 
 
-def blocks(
-    report: Report, *, everything: bool = False, ascii_only: bool = False
-) -> Iterator[Block]:
+def blocks(report: Report, *, everything: bool = False) -> Iterator[Block]:
     """The sections of the report: settings, plan, library arguments, findings, verdict."""
     if report.resolved is not None:
         rows = tuple(
@@ -155,7 +156,7 @@ def blocks(
     if prepared is None:
         yield Block.of_lines("Plan", ["none: see the errors below"])
     else:
-        yield Block.of_lines("Plan", _plan_lines(prepared, ascii_only=ascii_only))
+        yield Block.of_lines("Plan", _plan_lines(prepared))
         yield from _argument_blocks(prepared)
     yield from _finding_blocks(report.findings)
     yield Block.of_lines("Result", [_verdict(report)], "green" if report.ok else "red")
@@ -172,24 +173,24 @@ def gib(size_bytes: int) -> str:
     return f"{size_bytes / _GIB:.2f}"
 
 
-def bar(memory: CoreMemory, width: int = _BAR_WIDTH, *, ascii_only: bool = False) -> str:
+def bar(memory: CoreMemory, width: int = _BAR_WIDTH) -> str:
     """Draw the memory of one core as `width` marks. Memory that does not fit stands after a `|`."""
     # A configuration that makes no sense can make a part negative, and its mark endless.
     sizes = [max(getattr(memory, attribute), 0) for attribute, *_ in PARTS]
     whole = max(sum(sizes), memory.capacity, 1)
     edges, marks, total = [0], [], 0
-    for size, (_, _, mark, plain, _) in zip(sizes, PARTS, strict=True):
+    for size, (_, _, mark, _) in zip(sizes, PARTS, strict=True):
         total += size
         edges.append(round(width * total / whole))
-        marks.append((plain if ascii_only else mark) * (edges[-1] - edges[-2]))
-    line = "".join(marks).ljust(width, "." if ascii_only else "·")
+        marks.append(mark * (edges[-1] - edges[-2]))
+    line = "".join(marks).ljust(width, "·")
     if not memory.capacity or memory.needed <= memory.capacity:
         return f"[{line}]"
     end = round(width * memory.capacity / whole)
     return f"[{line[:end]}|{line[end:]}]"
 
 
-def _plan_lines(prepared: Prepared, *, ascii_only: bool) -> Iterator[str]:
+def _plan_lines(prepared: Prepared) -> Iterator[str]:
     plan, model, options = prepared.planned, prepared.case.model, prepared.options
     size = _count(model.num_parameters)
     yield f"model     {prepared.name}: {model.model_type}, {size} parameters ({prepared.source})"
@@ -211,7 +212,7 @@ def _plan_lines(prepared: Prepared, *, ascii_only: bool) -> Iterator[str]:
             few = min(degrees)
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
             whose = f"on {cores} both models"
-        yield from _memory_lines(plan.memory, whose, ascii_only=ascii_only)
+        yield from _memory_lines(plan.memory, whose)
     if prepared.host_bytes is not None:
         yield f"host      a load takes up to {gib(prepared.host_bytes)} GiB of the host's memory"
 
@@ -273,13 +274,12 @@ def _graphs(plan: ServingPlan) -> str:
     )
 
 
-def _memory_lines(memory: CoreMemory, whose: str, *, ascii_only: bool) -> Iterator[str]:
+def _memory_lines(memory: CoreMemory, whose: str) -> Iterator[str]:
     capacity = f", of {gib(memory.capacity)} GiB" if memory.capacity else ", capacity unknown"
     yield f"memory    {whose}: {gib(memory.needed)} GiB{capacity}"
-    yield f"          {bar(memory, ascii_only=ascii_only)}"
+    yield f"          {bar(memory)}"
     parts = [
-        f"{plain if ascii_only else mark} {words} {gib(getattr(memory, attribute))}"
-        for attribute, words, mark, plain, _ in PARTS
+        f"{mark} {words} {gib(getattr(memory, attribute))}" for attribute, words, mark, _ in PARTS
     ]
     yield f"          {'  '.join(parts)} GiB"
     if not memory.possible:
@@ -347,9 +347,9 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _encodes(encoding: str, text: str) -> bool:
+def _encodes_marks(encoding: str) -> bool:
     try:
-        text.encode(encoding)
+        "".join(mark for _, _, mark, _ in PARTS).encode(encoding)
     except (LookupError, UnicodeEncodeError):
         return False
     return True
@@ -401,7 +401,7 @@ def _rich_writer(stream: TextIO) -> Callable[[Block], None]:
         else:
             for (line,) in block.rows:
                 text = Text(f"  {line}", style=block.style)
-                for _, _, mark, _, colour in PARTS:
+                for _, _, mark, colour in PARTS:
                     text.highlight_words([mark], colour)
                 console.print(text, soft_wrap=True)
         console.print()

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts.cache import Progress
-from djl_python_neuronx.config import trust
 from djl_python_neuronx.config.findings import Problems
-from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.loading.compile_process import CompileProgress
-from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.machines import DeviceInfo
 
 logger = logging.getLogger(__name__)
@@ -73,36 +71,6 @@ class Situation:
     """The machine serves other models too, so that the default degree leaves cores for them."""
     progress: LoadProgress = SILENT
 
-    @classmethod
-    def of(
-        cls,
-        purpose: Purpose,
-        settings: Resolved,
-        environ: Mapping[str, str],
-        problems: Problems,
-        machine: DeviceInfo | None = None,
-        *,
-        inherited: bool = False,
-        among_others: bool = False,
-        progress: LoadProgress = SILENT,
-    ) -> Situation:
-        """Return that of this machine, or of the named `machine`, with the variables of `option.env` added.
-
-        `inherited`: `environ` has them already.
-        """
-        environ = trust.serving_environ(
-            environ, settings.worker_variables, problems, inherited=inherited
-        )
-        return cls(
-            purpose,
-            machine or machines.detect(environ=environ),
-            environ,
-            problems,
-            is_named=machine is not None,
-            among_others=among_others,
-            progress=progress,
-        )
-
     @property
     def is_dry(self) -> bool:
         """True if nothing will be loaded or compiled."""
@@ -113,23 +81,10 @@ class Situation:
         """True if the files and the libraries of this machine are those that count."""
         return not self.is_dry or (self.machine.has_neuron and not self.is_named)
 
-    def fetch(
-        self,
-        place: str,
-        origin: str,
-        *,
-        model_dir: Path | None = None,
-        revision: str | None = None,
-        everything: bool = False,
-    ) -> Path:
-        """Fetch a model or graphs, see `fetch.fetch`."""
+    def fetch(self, place: str, origin: str, **how: Any) -> Path:  # noqa: ANN401
+        """Fetch a model or graphs; see `fetch.fetch`, also for `how`."""
+        root = fetch.download_root(self.environ)
+        progress = self.progress.transfer
         return fetch.fetch(
-            place,
-            environ=self.environ,
-            root=fetch.download_root(self.environ),
-            model_dir=model_dir,
-            revision=revision,
-            everything=everything,
-            progress=self.progress.transfer,
-            origin=origin,
+            place, environ=self.environ, root=root, progress=progress, origin=origin, **how
         )

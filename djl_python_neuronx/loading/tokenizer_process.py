@@ -2,10 +2,10 @@
 
 Nothing in Python stops a template that loops or a regex that backtracks, and an allocation that fails may abort the
 process. So the front runs neither. A *library process*, one for all models of the front, has imported transformers. It
-forks a *loader* for each model, which loads the tokenizer, tells the front what it needs of it, and forks a *worker*
-whenever all others are busy. A worker answers one call at a time, in a limited time and address space; the kernel ends
-one that takes longer, and the next one is a fork away. The front waits for each of them in a limited time, too, and
-ends one that gives no answer: it is stopped, so that the kernel's limit does not count.
+forks a *loader* for each model, which loads the tokenizer, sends the front its special tokens and the text of each
+token, and forks a *worker* whenever all others are busy. A worker answers one call at a time, in a limited time and
+address space; the kernel ends one that takes longer, and the next call forks another. The front's wait is limited too:
+it ends a worker that does not answer because it was stopped, for which the kernel's limit does not count.
 
 The library process ends when its connection does, and the kernel ends the others with the process that forked them.
 """
@@ -66,11 +66,11 @@ WORK_BYTES = 2**30
 DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
 MOST_MADE = 2**22
-"""Most ids of one text, or characters of one list of ids: to make a list of as many holds the front's GIL for 50 ms."""
+"""Most ids of one text, or characters of one list of ids. A list of so many holds the front's GIL for 50 ms."""
 MOST_BYTES = 2**25
 """Longest message to the front. The texts of the tokens of a vocabulary of 256,000 have 2 MB."""
 GRACE_S = 1.0
-"""Time after which a process is ended that the kernel should have ended: it is stopped, or gets no time."""
+"""Time beyond a limit after which the front ends a process that the kernel did not: it is stopped, or gets no time."""
 FORK_S = 10
 """Most time of a fork, and of a pause within a message."""
 IMPORT_S = 300.0
@@ -116,7 +116,7 @@ class TokenizerProcess(TokenTable):
         self._closed = False
         self._slow = threading.Semaphore(MOST_SLOW)
         self._forking = threading.Lock()
-        """Held during a fork or a load. Nobody waits for it longer than for a text."""
+        """Held during a fork or a load. A call waits for it no longer than for a text."""
         special, special_ids, eos_id, pieces = self._load()
         super().__init__(special, frozenset(special_ids), eos_id)
         if pieces is not None:
@@ -152,7 +152,7 @@ class TokenizerProcess(TokenTable):
         self._idle.clear()
 
     def _load(self) -> Any:  # noqa: ANN401
-        """Start a loader. Returns the facts that it tells."""
+        """Start a loader. Returns the facts of the tokenizer, see `_load_and_fork`."""
         try:
             self._loader = _new_loader()
         except (EOFError, OSError) as error:
@@ -278,7 +278,7 @@ class _Process:
         self._events.register(connection.fileno(), select.POLLIN)
 
     def fork(self) -> _Process:
-        """Have it fork a child.
+        """Fork a child of it.
 
         Raises:
             EOFError, ConnectionError, TimeoutError: it has ended, or is stopped.
@@ -362,7 +362,7 @@ def _new_loader() -> _Process:
                     process.wait(GRACE_S)
         connection, end = _pipe()
         with end:
-            # A session of its own: Ctrl-C in a terminal is for the front.
+            # In its own session: Ctrl-C in a terminal is for the front.
             process = subprocess.Popen(  # noqa: S603
                 python_command(__name__),
                 stdin=end.fileno(),
@@ -398,11 +398,11 @@ def main() -> None:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     with suppress(EOFError, ConnectionError):  # the front may end at any time
         setup_logging(logging.getLevelName(marshal.loads(front.recv_bytes())))  # noqa: S302  (from the front)
-        with suppress(ImportError):  # the load says what is missing
+        with suppress(ImportError):  # the error of the load names the package
             import_transformers(needs_torch=False)
             import jinja2.sandbox  # noqa: F401
         front.send_bytes(b"[null]")
-        _fork_each(front, _tell, "(a loader)")
+        _fork_each(front, _load_and_fork, "(a loader)")
 
 
 def _fork_each(front: Connection, child: Callable[[Connection], None], name: str) -> None:
@@ -443,7 +443,7 @@ def _fork_each(front: Connection, child: Callable[[Connection], None], name: str
 
 
 def _reap(folder: str) -> None:
-    """Note how children have ended."""
+    """Log children that a signal has ended."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if os.WIFSIGNALED(ended[1]):
@@ -453,7 +453,7 @@ def _reap(folder: str) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process have so many bytes more than it has now."""
+    """Limit the address space of this process to `num_bytes` more than it has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would hold prompts
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -461,8 +461,8 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (min(most, hard) if hard >= 0 else most, hard))
 
 
-def _tell(front: Connection) -> None:
-    """A loader: load the tokenizer and tell the front about it, then fork workers."""
+def _load_and_fork(front: Connection) -> None:
+    """A loader: load the tokenizer, send the front its facts, then fork workers."""
     folder, how, load_s = marshal.loads(front.recv_bytes())  # noqa: S302  (from the front)
     loaded: list[PythonTokenizer] = []
 

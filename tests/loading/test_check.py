@@ -24,7 +24,15 @@ from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.check import Placement, check, check_all
-from djl_python_neuronx.loading.report import all_as_json, as_json, as_property, bar, gib, render
+from djl_python_neuronx.loading.report import (
+    IN_ASCII,
+    all_as_json,
+    as_json,
+    as_property,
+    bar,
+    gib,
+    render,
+)
 from djl_python_neuronx.loading.situation import Purpose
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
@@ -618,7 +626,7 @@ def test_the_bar_is_to_scale(sizes, line):
     memory = CoreMemory(
         weights=weights, kv_cache=cache, padding=padding, headroom=headroom, capacity=capacity
     )
-    drawn = bar(memory, 16, ascii_only=True)
+    drawn = bar(memory, 16).translate(IN_ASCII)
     total = max(memory.needed, capacity)
     marks = drawn.replace("|", "")
     assert len(marks) == 18

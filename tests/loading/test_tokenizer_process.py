@@ -399,6 +399,6 @@ def test_an_error_of_a_load_is_named(tmp_path, monkeypatch, error, name):
     monkeypatch.setattr(tokenizer_process, "_limit_memory", fail)
     front, end = Pipe()
     front.send_bytes(marshal.dumps((str(tmp_path), {}, 60.0)))
-    tokenizer_process._tell(end)
+    tokenizer_process._load_and_fork(end)
     with pytest.raises(ServingError, match=f"{tmp_path.name} cannot be loaded .{name}"):
         tokenizer_process._Process(front).receive(PATIENCE_S)
