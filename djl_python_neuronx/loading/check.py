@@ -58,17 +58,12 @@ class Report:
     target: str
     findings: Problems
     """Every error, warning and note."""
-    settings: Resolved | None = None
-    """The settings before they were filled in; None: no settings could be read."""
+    resolved: Resolved | None = None
+    """The settings, filled in as far as possible; None: they could not be read."""
     prepared: Prepared | None = None
     """None: the model's configuration could not be read."""
     lacking: tuple[str, ...] = ()
     """Reasons why a valid plan could not be loaded here and now."""
-
-    @property
-    def resolved(self) -> Resolved | None:
-        """The settings, filled in as far as possible."""
-        return self.settings if self.prepared is None else self.prepared.resolved
 
     @property
     def ok(self) -> bool:
@@ -225,8 +220,10 @@ def check(
     is_named = machine is not None
     situation = Situation(purpose, here, serving, problems, is_named, among_others)
     prepared = prepare(settings, situation)
-    if prepared is None or purpose is not Purpose.CHECK:
-        return Report(name, problems, settings, prepared)
+    if prepared is None:
+        return Report(name, problems, settings)
+    if purpose is not Purpose.CHECK:
+        return Report(name, problems, prepared.resolved, prepared)
     serves_here = not is_named and not on_cpu
     if obstacle := _missing_here(prepared.backend):
         problems.add("warning" if serves_here else "note", obstacle)
@@ -235,7 +232,7 @@ def check(
         _add(problems, _small_host(prepared))
     _add(problems, (*_size(prepared), *_one_core_each(settings, prepared)))
     _add(problems, _long_answers(prepared))
-    return Report(name, problems, settings, prepared, tuple(_lacking(prepared)))
+    return Report(name, problems, prepared.resolved, prepared, tuple(_lacking(prepared)))
 
 
 def _foresee(prepared: Prepared, problems: Problems, *, here: bool) -> None:

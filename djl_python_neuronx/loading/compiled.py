@@ -179,9 +179,9 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
         return
     facts = _facts(prepared, prepared.weights.folder)
     named, has_graphs = _named_place(prepared)
-    if has_graphs and fetch.uri_scheme(str(named)):
-        return
-    if has_graphs and _named_graphs(prepared, str(named), facts, "none"):
+    if has_graphs and (
+        fetch.uri_scheme(str(named)) or _named_graphs(prepared, str(named), facts, "none")
+    ):
         return
     place = _locate(prepared, None if has_graphs else named)
     level: Level = "note"

@@ -48,7 +48,7 @@ def find_model(settings: Resolved, situation: Situation) -> Model | None:
     """
     options = settings.options
     if options.model_id is not None:
-        model = _find(options.model_id, options.model_dir, "model_id", settings, situation)
+        model = find_named(options.model_id, options.model_dir, "model_id", settings, situation)
     elif options.model_dir is None or "model_id" in settings.refused:
         return None
     else:
@@ -64,19 +64,7 @@ def find_model(settings: Resolved, situation: Situation) -> Model | None:
     return _with_named_graphs(model, settings, situation)
 
 
-def find_draft(settings: Resolved, base: Path | None, situation: Situation, target: Model) -> Model:
-    """Find the draft model of `target`. A relative name is looked for in `base`.
-
-    Raises:
-        ServingError: it cannot be read; in a dry run only without config.json, or without weights for a target that
-            has some.
-    """
-    name = settings.options.speculative_draft_model
-    assert name is not None  # noqa: S101  (the caller looks)
-    return _find(name, base, DRAFT, settings, situation, weights_needed=target.whole)
-
-
-def _find(
+def find_named(
     name: str,
     base: Path | None,
     option: str,
@@ -85,7 +73,11 @@ def _find(
     *,
     weights_needed: bool = False,
 ) -> Model:
-    """Find the model that an option names, relative to `base`."""
+    """Find the model that an option names, relative to `base`.
+
+    Raises:
+        ServingError: it cannot be read; in a dry run only without config.json, or if `weights_needed`.
+    """
     origin = f"option.{option}, {settings.origins.get(option, 'default')}"
     revision = settings.options.revision if option == "model_id" else None
     if situation.is_dry:

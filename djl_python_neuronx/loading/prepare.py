@@ -23,7 +23,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import ConfigError, ServingError
-from djl_python_neuronx.loading.find import DRAFT, Model, find_draft, find_model
+from djl_python_neuronx.loading.find import DRAFT, Model, find_model, find_named
 from djl_python_neuronx.loading.judge import (
     choose_machine,
     judge_graphs,
@@ -218,9 +218,9 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     with problems.catch():
         settings = fill_recorded(settings, model.artifact, backend)
     draft, of_draft = None, replace(situation, problems=Problems())
-    if settings.options.speculative_draft_model is not None:
+    if (name := settings.options.speculative_draft_model) is not None:
         with of_draft.problems.catch():
-            draft = find_draft(settings, base, of_draft, model)
+            draft = find_named(name, base, DRAFT, settings, of_draft, weights_needed=model.whole)
     problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))
     case = Case(
         settings.options,

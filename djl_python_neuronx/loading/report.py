@@ -77,7 +77,7 @@ def as_json(report: Report) -> dict[str, Any]:
     resolved, prepared, findings = report.resolved, report.prepared, report.findings
     model = plan = None
     if prepared is not None:
-        facts = jsonable(prepared.case.model)
+        facts = prepared.case.model
         model = {"name": prepared.name, "config": prepared.source, "facts": facts}
         plan = _plan_json(prepared)
     shown: dict[str, Any] = {
@@ -336,14 +336,14 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
     return {
         "loader": plan.backend,
         "format": plan.format,
-        "graphs": jsonable(plan.graphs),
+        "graphs": plan.graphs,
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": memory,
         "host_bytes": prepared.host_bytes,
-        "device": jsonable(plan.device),
-        "arguments": jsonable(plan.arguments),
-        "calls": {} if plan.arguments is None else jsonable(plan.arguments.calls),
-        "draft_arguments": None if draft is None else jsonable(draft.planned.arguments),
+        "device": plan.device,
+        "arguments": plan.arguments,
+        "calls": {} if plan.arguments is None else plan.arguments.calls,
+        "draft_arguments": None if draft is None else draft.planned.arguments,
     }
 
 
