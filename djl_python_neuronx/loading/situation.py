@@ -56,7 +56,7 @@ SILENT = LoadProgress()
 
 @dataclass(frozen=True)
 class Situation:
-    """What the steps of a preparation share beside the settings and the model."""
+    """The facts that the steps of a preparation share, beside the settings and the model."""
 
     purpose: Purpose
     machine: DeviceInfo
