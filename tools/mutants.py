@@ -96,7 +96,9 @@ class Recorder:
         self.cover.switch_context("")
 
     def pytest_runtest_logreport(self, report: Any) -> None:  # noqa: ANN401  (pytest's)
-        """Note a phase of a test."""
+        """Note a phase of a test; that has the seconds and failures of its subtests."""
+        if _is_of_subtest(report):
+            return
         self.seconds[report.nodeid] += report.duration
         if not report.passed:
             self.not_passed.add(report.nodeid)
@@ -388,6 +390,10 @@ class Bench:
         return failed[0] if failed else "import" if ended[1] else ""
 
 
+def _is_of_subtest(report: Any) -> bool:  # noqa: ANN401  (pytest's)
+    return hasattr(report, "context")
+
+
 def file_of(test: str) -> str:
     """The file of a test's id."""
     return test.partition("::")[0]
@@ -406,7 +412,7 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: Any) -> None:  # noqa: ANN401  (pytest's)
         """Note a phase of a test."""
-        if report.failed or report.when == "call":
+        if report.failed or (report.when == "call" and not _is_of_subtest(report)):
             print("fail" if report.failed else "good", report.nodeid, file=self.file, flush=True)
 
 

@@ -13,7 +13,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.loading import compile_process
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess
 from djl_python_neuronx.loading.guard import guarded
-from tests.processes import alive
+from tests.processes import alive, children, command_line, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard is for Linux")
 
@@ -112,11 +112,16 @@ def test_a_guard_that_is_stopped_goes_on_when_an_engine_or_a_compile_is_ended(mo
     engine.kill()
     assert engine.wait(60.0) is not None
 
+    def guards():
+        mine = children(os.getpid())
+        return [pid for pid in mine if any("guard.py" in word for word in command_line(pid))]
+
+    before = set(guards())
+
     class Watch:
         def report(self):
-            guards = subprocess.check_output(["pgrep", "-P", str(os.getpid()), "-f", "guard.py"])
-            for guard in guards.split():
-                os.kill(int(guard), signal.SIGSTOP)
+            (guard,) = wait_until(lambda: set(guards()) - before)
+            os.kill(guard, signal.SIGSTOP)
             raise KeyboardInterrupt
 
     with Path(os.devnull).open("rb") as nothing, pytest.raises(KeyboardInterrupt):
