@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.faults import of_load
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     IncompatibleOptionsError,
@@ -81,3 +85,12 @@ def limit_threads() -> None:
     """
     torch = importlib.import_module("torch")
     torch.set_num_threads(min(torch.get_num_threads(), count_cores()))
+
+
+@contextmanager
+def translated(plan: LoadPlan, work_dir: Path | None = None) -> Iterator[None]:
+    """Raise errors of a load or a compilation as a `ServingError`. `work_dir`: see `of_load`."""
+    try:
+        yield
+    except Exception as error:
+        raise of_load(error, f"the model in {plan.model_dir}", work_dir) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,8 +20,32 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.backends.faults import of_step
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_budget, check_rows, refuse
 from djl_python_neuronx.errors import StepError
+
+
+def make_spec(
+    plan: LoadPlan,
+    vocab_size: int,
+    lengths: Iterable[int],
+    *,
+    largest_top_k: int | None = None,
+    **facts: Any,  # noqa: ANN401
+) -> ModelSpec:
+    """Return the spec of a plan's model. `lengths`: those that decode graphs exist for; `facts`: its other fields."""
+    limit = plan.max_model_len
+    return ModelSpec(
+        num_slots=plan.num_slots,
+        max_model_len=limit,
+        prefill_buckets=plan.prefill_buckets,
+        token_buckets=(*sorted(length for length in lengths if length < limit), limit),
+        vocab_size=vocab_size,
+        eos_ids=plan.eos_ids,
+        largest_top_k=largest_top_k,
+        default_top_k=largest_top_k if plan.default_top_k else None,
+        **facts,
+    )
 
 
 class SlotBackend(ABC):

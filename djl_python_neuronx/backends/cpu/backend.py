@@ -14,7 +14,6 @@ import torch
 from djl_python_neuronx.backends.base import (
     Float32Array,
     HostLogits,
-    ModelSpec,
     PartKind,
     Rows,
     Step,
@@ -25,7 +24,7 @@ from djl_python_neuronx.backends.cpu.model import SlotModel, translate
 from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket
-from djl_python_neuronx.backends.slots import SlotBackend
+from djl_python_neuronx.backends.slots import SlotBackend, make_spec
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +64,10 @@ class CpuBackend(SlotBackend):
 
     def __init__(self, model: SlotModel, plan: LoadPlan) -> None:
         """Every slot is empty."""
-        spec = ModelSpec(
-            num_slots=plan.num_slots,
-            max_model_len=plan.max_model_len,
-            prefill_buckets=plan.prefill_buckets,
-            token_buckets=plan.token_buckets or (plan.max_model_len,),
-            vocab_size=model.vocab_size,
-            eos_ids=plan.eos_ids,
+        spec = make_spec(
+            plan,
+            model.vocab_size,
+            plan.token_buckets,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
             num_speculative_tokens=plan.num_speculative_tokens,

@@ -15,8 +15,7 @@ from typing import Any
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.faults import of_load
-from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
+from djl_python_neuronx.backends.neuron import compiler_version, limit_threads, translated
 from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct, refusal
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError
@@ -55,7 +54,7 @@ def compile(plan: LoadPlan, target: Path) -> None:
     # The library empties its work folder when a compile begins, and its default is one for all.
     work = target / _WORK
     try:
-        with _translated(plan, work), _environment(plan, {_WORK_VARIABLE: f"{work}/"}):
+        with translated(plan, work), _environment(plan, {_WORK_VARIABLE: f"{work}/"}):
             application = construct(plan, save_sharded_checkpoint=plan.presharded)
             if plan.presharded and (target / GRAPHS).is_file():
                 application.config.save(str(target))
@@ -83,7 +82,7 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
     began = time.monotonic()
     _check_files(plan, compiled)
     presharded = plan.kind == "ranks"
-    with _translated(plan):
+    with translated(plan):
         with _environment(plan):
             application = construct(plan, compiled, save_sharded_checkpoint=presharded)
             limit_threads()
@@ -134,14 +133,6 @@ def _world(plan: LoadPlan) -> int:
     """Return the number of ranks, each of which takes a core."""
     degrees = plan.arguments.neuron_config
     return math.prod(int(degrees.get(f"{kind}_degree", 1)) for kind in ("tp", "pp", "ep"))
-
-
-@contextmanager
-def _translated(plan: LoadPlan, work: Path | None = None) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise of_load(error, f"the model in {plan.model_dir}", work) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.backends.nxdi.nan import Doubts, Mender
 from djl_python_neuronx.backends.nxdi.outputs import answer
 from djl_python_neuronx.backends.nxdi.rows import SlotRows
-from djl_python_neuronx.backends.nxdi.spec import make_spec
+from djl_python_neuronx.backends.nxdi.spec import read_spec
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import check_top_k, refuse
 from djl_python_neuronx.backends.slots import SlotBackend, record
@@ -43,8 +43,8 @@ class ContinuousBackend(SlotBackend):
     _model: Calls
 
     def __init__(self, application: Any, plan: LoadPlan, **of_mode: Any) -> None:  # noqa: ANN401
-        """Every slot is empty. `application`: loaded; `of_mode`: see `make_spec`."""
-        spec = make_spec(application, plan, **of_mode)
+        """Every slot is empty. `application`: loaded; `of_mode`: see `read_spec`."""
+        spec = read_spec(application, plan, **of_mode)
         super().__init__(spec, Calls(application, spec))
         self._newest = SlotRows(spec)
         self._doubts = Doubts(spec.num_slots)

@@ -6,6 +6,7 @@ from typing import Any
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.slots import make_spec
 
 GREEDY = (1.0, 1.0, 1.0)
 TEMPERATURES = 0.0, 100.0
@@ -13,34 +14,26 @@ TEMPERATURES = 0.0, 100.0
 drawn (modules/generation/sampling.py, 0.9)."""
 
 
-def make_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  # noqa: ANN401
+def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  # noqa: ANN401
     """Return the spec of a loaded application. `of_mode`: fields that depend on how it batches."""
-    config, limit = application.neuron_config, plan.max_model_len
+    config, wrapper = application.neuron_config, application.token_generation_model
     sampling = config.on_device_sampling_config
     dynamic = sampling is not None and sampling.dynamic
     vocab_size = int(application.config.vocab_size)
-    largest = min(int(sampling.global_topk), vocab_size) if dynamic else None
-    buckets = application.token_generation_model.neuron_config.buckets
+    buckets = wrapper.neuron_config.buckets
     batches = {plan.num_slots, *(b[0] for b in buckets if isinstance(b, list))}
     outputs = Want.LOGITS if sampling is None else Want.TOKENS
     if config.output_logits:
         outputs |= Want.LOGITS
-    return ModelSpec(
-        num_slots=plan.num_slots,
-        max_model_len=limit,
-        prefill_buckets=plan.prefill_buckets,
-        token_buckets=(
-            *(n for n in lengths(application.token_generation_model) if n < limit),
-            limit,
-        ),
-        vocab_size=vocab_size,
-        eos_ids=plan.eos_ids,
+    return make_spec(
+        plan,
+        vocab_size,
+        lengths(wrapper),
         decode_slots=tuple(sorted(batches)) if len(batches) > 1 else (),
         outputs=outputs,
-        largest_top_k=largest,
+        largest_top_k=min(int(sampling.global_topk), vocab_size) if dynamic else None,
         temperatures=TEMPERATURES,
         applies_top_p=False,
-        default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
         **of_mode,
     )

@@ -12,8 +12,7 @@ from typing import Any
 
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
-from djl_python_neuronx.backends.faults import of_load
-from djl_python_neuronx.backends.neuron import compiler_version, limit_threads
+from djl_python_neuronx.backends.neuron import compiler_version, limit_threads, translated
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.model import (
     CACHE_CALL,
@@ -69,10 +68,8 @@ def compile(plan: LoadPlan, target: Path) -> None:
         raise BackendError(reason)
     stored = plan.presharded and any(target.glob("*.neff"))
     model = _on_device(plan, target if stored else None)
-    try:
+    with translated(plan):
         model.save(str(target), sharded_weights=plan.presharded)
-    except Exception as error:
-        raise of_load(error, f"{type(model).__name__} in {plan.model_dir}") from error
     if plan.presharded:
         # The library writes a configuration that it cannot read back: its own fields without the model's type.
         config = json.loads((plan.model_dir / _CONFIG).read_text())
@@ -99,11 +96,9 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
     mode: type[TnxBackend] = StaticBackend
     if "continuous_batching" in plan.arguments.neuron_config:
         mode = PagedBackend if CACHE_CALL in plan.arguments.calls else ContinuousBackend
-    try:
+    with translated(plan):
         backend = mode(model, plan)
         backend.find_nan_token()
-    except Exception as error:
-        raise of_load(error, f"the model in {plan.model_dir}") from error
     logger.info(
         "loaded backend=tnx model=%s joins=%s mixed_steps=%s tp_degree=%d seconds=%.1f",
         type(model).__name__,
@@ -116,17 +111,15 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
 
 
 def _on_device(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401
-    try:
-        with env.applied(plan.arguments, max(plan.tensor_parallel_degree, plan.process_cores)):
-            model = construct(_weights_of(plan, compiled))
-            limit_threads()
-            for method, keywords in plan.arguments.calls.items():
-                if method == "to_neuron" and compiled is not None:
-                    model.load(str(compiled))
-                if method != CACHE_CALL:
-                    getattr(model, method)(**keywords)
-    except Exception as error:
-        raise of_load(error, f"the model in {plan.model_dir}") from error
+    cores = max(plan.tensor_parallel_degree, plan.process_cores)
+    with translated(plan), env.applied(plan.arguments, cores):
+        model = construct(_weights_of(plan, compiled))
+        limit_threads()
+        for method, keywords in plan.arguments.calls.items():
+            if method == "to_neuron" and compiled is not None:
+                model.load(str(compiled))
+            if method != CACHE_CALL:
+                getattr(model, method)(**keywords)
     return model
 
 

@@ -23,7 +23,7 @@ from djl_python_neuronx.backends.base import (
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import pad_to_bucket, refuse
-from djl_python_neuronx.backends.slots import SlotBackend
+from djl_python_neuronx.backends.slots import SlotBackend, make_spec
 from djl_python_neuronx.backends.tnx.nan import clear, find_nan_token, is_spoiled
 from djl_python_neuronx.backends.tnx.sampling import TEMPERATURES, DeviceSampling
 
@@ -40,7 +40,7 @@ class TnxBackend(SlotBackend):
     def __init__(self, model: Any, plan: LoadPlan, **of_mode: Any) -> None:  # noqa: ANN401
         """Every slot is empty. `of_mode`: fields of `ModelSpec` that depend on how the model batches."""
         sampling = DeviceSampling.of(model, plan)
-        super().__init__(replace(_make_spec(model, plan, sampling), **of_mode), model)
+        super().__init__(replace(_read_spec(model, plan, sampling), **of_mode), model)
         self._sampling = sampling
         self._spoiled = np.zeros(plan.num_slots, np.bool_)
         """Slots whose cache may hold NaN."""
@@ -136,26 +136,18 @@ def joined(parts: list[Rows]) -> Rows:
     return Rows(ids, wants=parts[0].wants | parts[-1].wants, **arrays)
 
 
-def _make_spec(model: Any, plan: LoadPlan, sampling: DeviceSampling | None) -> ModelSpec:  # noqa: ANN401
-    """Return the part of a model's spec that does not depend on how it batches.
-
-    The token buckets are the decode graphs that the library has made, as far as the engine may use them.
-    """
+def _read_spec(model: Any, plan: LoadPlan, sampling: DeviceSampling | None) -> ModelSpec:  # noqa: ANN401
+    """Return the part of a model's spec that does not depend on how it batches."""
+    # The decode graphs that the library has made.
     found: list[int] = getattr(model, "token_buckets", None) or model.n_positions_list
-    limit = plan.max_model_len
-    largest = sampling.largest_top_k if sampling else None
     outputs = Want.TOKENS if sampling else Want.LOGITS
-    return ModelSpec(
-        num_slots=plan.num_slots,
-        max_model_len=limit,
-        prefill_buckets=plan.prefill_buckets,
-        token_buckets=(*sorted(length for length in found if length < limit), limit),
-        vocab_size=int(model.config.vocab_size),
-        eos_ids=plan.eos_ids,
+    return make_spec(
+        plan,
+        int(model.config.vocab_size),
+        found,
         outputs=outputs | Want.ALL_LOGITS if plan.num_speculative_tokens else outputs,
         num_speculative_tokens=plan.num_speculative_tokens,
-        largest_top_k=largest,
+        largest_top_k=sampling.largest_top_k if sampling else None,
         temperatures=TEMPERATURES,
-        default_top_k=largest if plan.default_top_k else None,
         fixed_sampling=sampling.fixed if sampling else None,
     )

@@ -34,25 +34,21 @@ class ContinuousBackend(TnxBackend):
             torch.arange(plan.num_slots),
         )
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Return 0: no prefix is ever reused."""
-        self._ids[slot] = self._positions[slot] = 0
-        return super().acquire(slot, prompt_ids, adapter)
-
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots."""
         super().release(slots)
         self._ids[list(slots)] = self._positions[list(slots)] = 0
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
-        """Run each row alone: the library runs rows one after another, all in the bucket of the longest."""
-        answers = []
-        for row, slot in enumerate(rows.slots.tolist()):
-            ids = rows.input_ids[row, : rows.lens[row]]
-            start = int(rows.starts[row])
-            answers.append(self._continue(ids, slot, start) if start else self._begin(ids, slot))
-            self._ids[slot], self._positions[slot] = ids[-1], start + len(ids) - 1
-        return answers[0] if len(answers) == 1 else torch.cat(answers)
+        """Run one row: the library would run several one after another, all in the bucket of the longest."""
+        ids, slot, start = (
+            rows.input_ids[0, : rows.lens[0]],
+            int(rows.slots[0]),
+            int(rows.starts[0]),
+        )
+        answer = self._continue(ids, slot, start) if start else self._begin(ids, slot)
+        self._ids[slot], self._positions[slot] = ids[-1], start + len(ids) - 1
+        return answer
 
     def _begin(self, ids: np.ndarray[Any, np.dtype[np.int32]], slot: int) -> torch.Tensor:
         """Run a fresh prompt."""
