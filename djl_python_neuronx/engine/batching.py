@@ -22,30 +22,15 @@ class Batcher:
         self._sampler = sampler
         self._outputs = spec.outputs & (Want.TOKENS | Want.LOGITS)
         self._width = spec.num_speculative_tokens + 1
-        self._max_model_len = spec.max_model_len
-        self._mixed_steps = spec.mixed_steps
         self._decoding: list[Sequence] | None = None
         self._decode_rows: Rows | None = None
-        self._longest = 0
 
-    def fill(self, batch: Batch, drafts: list[list[int]]) -> tuple[Step, int]:
-        """The step of a batch, and the length that its bucket must hold.
-
-        That is the columns of a prefill, the context length of a decode, or all tokens of a step where steps are mixed.
-        `drafts[i]` are the draft tokens to verify after the newest token of `batch.decoding[i]`.
-        """
+    def fill(self, batch: Batch, drafts: list[list[int]]) -> Step:
+        """The step of a batch. `drafts[i]` are to verify after the newest token of `batch.decoding[i]`."""
         if any(drafts):
-            return self._verification(batch.decoding, drafts)
-        decode = self._decode(batch.decoding) if batch.decoding else None
-        if not batch.chunks:
-            length = len(batch.decoding) if self._mixed_steps else self._longest + 1
-            return Step(decode=decode), length
-        prefill = self._prefill(batch.chunks)
-        length = prefill.input_ids.shape[1]
-        if self._mixed_steps:
-            # A chunk is shorter than scheduled if the backend already had some of its prompt.
-            length = int(prefill.lens.sum()) + len(batch.decoding)
-        return Step(prefill, decode), length
+            return Step(decode=self._verification(batch.decoding, drafts))
+        prefill = self._prefill(batch.chunks) if batch.chunks else None
+        return Step(prefill, self._decode(batch.decoding) if batch.decoding else None)
 
     def advance(self, batch: Batch, token_ids: Int32Array) -> None:
         """After a step: its tokens, int32[B, K], are the inputs of the next one if the batch stays the same."""
@@ -57,7 +42,6 @@ class Batcher:
             return
         rows.input_ids[:] = token_ids
         rows.starts += 1
-        self._longest += 1
 
     def forget(self) -> None:
         """Rebuild the rows of the next decode."""
@@ -78,16 +62,14 @@ class Batcher:
             newest = [sequence.output_ids[-1:] for sequence in sequences]
             starts = [sequence.next_position for sequence in sequences]
             self._decode_rows = self._rows(sequences, newest, starts, self._wants(sequences))
-            self._longest = max(starts)
         return self._decode_rows
 
-    def _verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> tuple[Step, int]:
+    def _verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Rows:
         tokens = [
             [sequence.output_ids[-1], *ids] for sequence, ids in zip(sequences, drafts, strict=True)
         ]
         starts = [sequence.next_position for sequence in sequences]
-        rows = self._rows(sequences, tokens, starts, Want.ALL_LOGITS, self._width)
-        return Step(decode=rows), min(max(starts) + self._width, self._max_model_len)
+        return self._rows(sequences, tokens, starts, Want.ALL_LOGITS, self._width)
 
     def _wants(self, sequences: list[Sequence]) -> Want:
         """The output that a call must return if these sequences of its rows get a token."""

@@ -226,8 +226,8 @@ class Engine:
         """
         decoding = [] if batch.chunks else batch.decoding
         proposal = self._speculator.propose(decoding, self._sampler, min_drafts)
-        step, length = self._batcher.fill(batch, proposal.drafts)
-        output, info = self.runner.run(step, length)
+        step = self._batcher.fill(batch, proposal.drafts)
+        output, info = self.runner.run(step)
         sampled = batch.sampled
         token_ids, place = self._sample(step, output, info.rows, sampled)
         logits = output.values if isinstance(output, HostLogits) else output.logits

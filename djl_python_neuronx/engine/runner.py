@@ -63,15 +63,15 @@ class Runner:
         """Called before each device call; True: a runtime may load or even compile the graph in it."""
         self.graphs_run: set[Graph] = set()
 
-    def run(self, step: Step, length: int) -> tuple[StepOutput, StepInfo]:
-        """Run a step; `length` is what its bucket must hold, see `Batcher.fill`.
+    def run(self, step: Step) -> tuple[StepOutput, StepInfo]:
+        """Run a step.
 
         Raises:
             Exception: any error of the backend.
         """
         parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
         kind: GraphKind = "verification" if parts[-1].wants == Want.ALL_LOGITS else step.kind
-        graph = self._graph(kind, length, parts)
+        graph = self._graph(kind, parts)
         first = graph not in self.graphs_run
         if self.before_call is not None:
             self.before_call(first)
@@ -86,21 +86,25 @@ class Runner:
             kind = "mixed"
         return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reprefilled)
 
-    def _graph(self, kind: GraphKind, length: int, parts: list[Rows]) -> Graph:
-        spec = self.backend.spec
+    def _graph(self, kind: GraphKind, parts: list[Rows]) -> Graph:
+        spec, rows = self.backend.spec, parts[-1]
+        width, limit = rows.input_ids.shape[1], spec.max_model_len
         if not spec.mixed_steps:
-            buckets = spec.prefill_buckets if kind == "prefill" else spec.token_buckets
-            bucket, slots = choose_bucket(length, buckets or (spec.max_model_len,)), 0
-            if kind != "prefill" and spec.decode_slots:
-                slots = choose_bucket(int(parts[-1].slots[-1]) + 1, spec.decode_slots)
-            return Graph(kind, bucket, slots=slots)
+            if kind == "prefill":
+                return Graph(kind, choose_bucket(width, spec.prefill_buckets))
+            # Columns of drafts may lie behind the slot's end.
+            end = min(int(rows.starts.max()) + width, limit)
+            counts = spec.decode_slots
+            slots = choose_bucket(int(rows.slots[-1]) + 1, counts) if counts else 0
+            return Graph(kind, choose_bucket(end, spec.token_buckets or (limit,)), slots=slots)
         # Chunks and decodes run in the same graphs.
         cache = 0
         if spec.cache_buckets:
             size = spec.cache_block
             blocks = sum(int((-(-(part.starts + part.lens) // size)).sum()) for part in parts)
             cache = choose_bucket(min(blocks * size, spec.cache_buckets[-1]), spec.cache_buckets)
-        return Graph("mixed", choose_bucket(length, spec.prefill_buckets), cache)
+        num_tokens = sum(int(part.lens.sum()) for part in parts)
+        return Graph("mixed", choose_bucket(num_tokens, spec.prefill_buckets), cache)
 
 
 def require_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -249,7 +249,6 @@ class Sampler:
         self._draws = _Draws(num_slots)
         self._history = _History(num_slots, vocab_size)
         self._table = _Table(vocab_size)
-        self._device_rows = np.ones((num_slots, 3), np.float32)
         # Slots that need more than an argmax; while there are none, a step is five calls of numpy.
         self._elaborate: set[int] = set()
 
@@ -264,13 +263,13 @@ class Sampler:
             self._kinds[slot] = _GREEDY if params.repetition_penalty >= 1 else _TOP_K
         else:
             self._kinds[slot] = _TOP_K if 0 < params.top_k < self._vocab_size else _WHOLE
-        temperature = 1.0 if greedy else min(max(params.temperature, _SMALLEST), _LARGEST)
-        self._temperatures[slot] = temperature
+        self._temperatures[slot] = (
+            1.0 if greedy else min(max(params.temperature, _SMALLEST), _LARGEST)
+        )
         self._top_ks[slot] = min(params.top_k, self._vocab_size)
         self._top_ps[slot] = max(params.top_p, _SMALLEST)
         self._min_ps[slot] = params.min_p
         self._draws.seed(slot, seed)
-        self._device_rows[slot] = (self._top_ks[slot], self._top_ps[slot], temperature)
         self.release(slot)
         if not greedy or params.repetition_penalty != 1:
             self._elaborate.add(slot)
@@ -283,8 +282,8 @@ class Sampler:
 
     def device_rows(self, slots: Int32Array) -> Float32Array:
         """float32[B, 3]: top_k (0: off), top_p, temperature, for a device that samples; greedy is (1, 1.0, 1.0)."""
-        rows: Float32Array = self._device_rows[slots]
-        return rows
+        columns = (self._top_ks[slots], self._top_ps[slots], self._temperatures[slots])
+        return np.stack(columns, axis=1).astype(np.float32)
 
     def sample(
         self, logits: Float32Array, slots: Int32Array, positions: Int32Array, *, note: bool = True

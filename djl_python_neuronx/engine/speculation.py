@@ -245,7 +245,7 @@ class DraftModel:
             group = new[start : start + spec.max_prefill_batch]
             slots = [slot for slot, _ in group]
             rows = plain_rows(slots, [ids for _, ids in group], [0] * len(group), Want.NOTHING)
-            self._run(Step(prefill=rows), rows.input_ids.shape[1])
+            self._run(Step(prefill=rows))
             self._cached[slots] = rows.lens
 
     def _draft(
@@ -268,7 +268,7 @@ class DraftModel:
             fed = [[unread[i].pop(0) if i in going else 0] for i in held]
             starts = [int(self._cached[slots[i]]) for i in held]
             step = Step(decode=plain_rows([slots[i] for i in held], fed, starts))
-            logits = self._run(step, max(starts) + 1)[:, 0]
+            logits = self._run(step)[:, 0]
             rows = [row for row, i in enumerate(held) if i in going and not unread[i]]
             for i in going:
                 self._cached[slots[i]] += 1
@@ -281,8 +281,8 @@ class DraftModel:
                         unread[held[row]].append(token_id)
         return drafts
 
-    def _run(self, step: Step, length: int) -> Float32Array:
-        output, _ = self.runner.run(step, length)
+    def _run(self, step: Step) -> Float32Array:
+        output, _ = self.runner.run(step)
         assert isinstance(output, HostLogits)  # noqa: S101  (`EngineJob.load` refuses another one)
         return output.values
 

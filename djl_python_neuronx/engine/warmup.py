@@ -154,9 +154,9 @@ def _decode_in(runner: Runner, slot: int) -> None:
     wants = Want.TOKENS if Want.TOKENS in spec.outputs else Want.LOGITS
     longest = min(longest_prompt(spec), spec.max_model_len - 1)
     backend.acquire(slot, [0] * longest, 0)
-    runner.run(Step(prefill=plain_rows([slot], [[0] * longest], [0], wants)), longest)
+    runner.run(Step(prefill=plain_rows([slot], [[0] * longest], [0], wants)))
     for start in sorted({min(start, longest) for start in _first_positions(spec)}, reverse=True):
-        runner.run(Step(decode=plain_rows([slot], [[0]], [start], wants)), start + 1)
+        runner.run(Step(decode=plain_rows([slot], [[0]], [start], wants)))
     backend.release([slot])
 
 
@@ -164,7 +164,7 @@ def _write(runner: Runner, slots: list[int], end: int, lens: list[int]) -> None:
     """Run one call that writes chunks of these lengths, each up to position `end` of its slot."""
     starts = [end - length for length in lens]
     rows = plain_rows(slots, [[0] * length for length in lens], starts, Want.NOTHING)
-    runner.run(Step(prefill=rows), sum(lens))
+    runner.run(Step(prefill=rows))
 
 
 def _step_of(graph: Graph, spec: ModelSpec) -> tuple[int, int, int]:
