@@ -72,7 +72,12 @@ class SlotModel:
         width = max(width, longest)
         ids = pad_to_bucket(rows.input_ids[:, :longest], width)
         positions = padded_positions(rows, width)
-        arguments: dict[str, Any] = {"attention_mask": self._mask(positions, reach)}
+        # transformers 5.24 has another name for it, and warns of the old one.
+        cache = "cache" if "cache" in self._accepted else "past_key_values"
+        arguments: dict[str, Any] = {
+            "attention_mask": self._mask(positions, reach),
+            cache: self._cache,
+        }
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
         # Only the wanted columns go through the output layer. An index selects the same
@@ -85,7 +90,6 @@ class SlotModel:
         self._cache.aim(rows, reach)
         logits: torch.Tensor = self.module(
             input_ids=torch.from_numpy(ids).long(),
-            past_key_values=self._cache,
             use_cache=True,
             return_dict=True,
             **arguments,
