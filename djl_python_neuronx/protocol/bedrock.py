@@ -42,7 +42,7 @@ class BedrockAnswer(TypedDict):
 
 
 class BedrockProtocol(WireProtocol):
-    """See `WireProtocol`."""
+    """Bodies of Bedrock on any route, if an option allows them."""
 
     name = "bedrock"
     outline = '{"prompt": "…", "max_gen_len": 512}'

@@ -61,7 +61,7 @@ class Line(TypedDict):
 
 
 class LmiProtocol(WireProtocol):
-    """See `WireProtocol`."""
+    """LMI: every route that is no other protocol's, and DJL Serving."""
 
     name = "lmi"
     outline = '{"inputs": "…", "parameters": {…}}'

@@ -65,6 +65,14 @@ class Usage(TypedDict):
     total_tokens: int
 
 
+class AnswerFields(TypedDict):
+    """The fields that all answers and all parts of a stream have."""
+
+    id: str
+    created: int
+    model: str
+
+
 class OpenAiErrorFields(TypedDict):
     """An error; `param` is the field that is wrong."""
 

@@ -16,6 +16,7 @@ from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.answers import Answer, Event, StartEvent, TextEvent
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
+    AnswerFields,
     OpenAiErrorBody,
     OpenAiParameters,
     OpenAiProtocol,
@@ -180,13 +181,10 @@ class ChatChoice(TypedDict):
     finish_reason: str
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(AnswerFields):
     """The body of a whole answer."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -207,13 +205,10 @@ class ChunkChoice(TypedDict):
     finish_reason: str | None
 
 
-class ChatCompletionChunk(TypedDict):
+class ChatCompletionChunk(AnswerFields):
     """A part of a stream; the last one has the usage alone, if it is wanted."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
 
@@ -262,7 +257,7 @@ class ChatShape(OpenAiShape):
 
 
 class ChatProtocol(OpenAiProtocol):
-    """See `WireProtocol`."""
+    """Chat completions."""
 
     name = "openai_chat"
     outline = '{"messages": [{"role": "user", "content": "…"}]}'

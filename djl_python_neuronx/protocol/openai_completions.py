@@ -17,6 +17,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, StartEvent, TextEvent
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
+    AnswerFields,
     OpenAiErrorBody,
     OpenAiParameters,
     OpenAiProtocol,
@@ -65,13 +66,10 @@ class CompletionChoice(TypedDict):
     finish_reason: str | None
 
 
-class Completion(TypedDict):
+class Completion(AnswerFields):
     """The body of a whole answer, or a part of a stream, where only the last one has the usage, if it is wanted."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
 
@@ -125,7 +123,7 @@ class CompletionShape(OpenAiShape):
 
 
 class CompletionProtocol(OpenAiProtocol):
-    """See `WireProtocol`."""
+    """Completions of text."""
 
     name = "openai_completion"
     outline = '{"prompt": "…"}'

@@ -51,7 +51,7 @@ class PlainAnswer(TypedDict):
 
 
 class PlainProtocol(WireProtocol):
-    """See `WireProtocol`."""
+    """`/generate` with a prompt."""
 
     name = "plain"
     outline = '{"prompt": "…", "max_tokens": 16}'

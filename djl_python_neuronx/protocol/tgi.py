@@ -91,7 +91,7 @@ def info(model: str, spec: ModelSpec, options: ServingOptions, version: str) -> 
 
 
 class TgiProtocol(WireProtocol):
-    """See `WireProtocol`. `/` is a list of one, or a stream if the request has `stream`."""
+    """TGI's routes. The answer of `/` is a list of one, or a stream if the request has `stream`."""
 
     name = "tgi"
     outline = '{"inputs": "…", "parameters": {…}}'

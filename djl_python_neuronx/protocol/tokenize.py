@@ -90,7 +90,7 @@ class Ready:
 
 
 class TokenizeProtocol(WireProtocol):
-    """See `WireProtocol`. Errors have OpenAI's shape, as in vLLM."""
+    """Routes that need no engine. Errors have OpenAI's shape, as in vLLM."""
 
     name = "tokenize"
     outline = '{"prompt": "…"}'
