@@ -164,7 +164,7 @@ SET, UNSET, ANY = State
 
 
 def when(test: Callable[[ServingOptions], object] | None = None, /, **conditions: object) -> Rule:
-    """Return the rule about options for which all conditions hold, and `test` of all together; say what it does.
+    """Return the rule about options for which all conditions hold, and `test` of all together.
 
     A condition is a `State`, a value, a set of values, or a function of the value, which is not called with None. The
     messages list the options in the order of the conditions.

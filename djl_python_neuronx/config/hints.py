@@ -14,7 +14,7 @@ LONGEST = 512
 _UNITS = {"s": 1, "m": 60, "h": 3600, "M": 2**20, "G": 2**30}
 
 Mistake: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str], str]
-"""The pattern of a mistake, what it should be, and what to say about it."""
+"""The pattern of a mistake, its replacement and the explanation."""
 
 TEXT: Final[tuple[Mistake, ...]] = (
     (r"\s+(#|//|;).*$", "", "a comment needs its own line"),

@@ -267,7 +267,7 @@ class _Reader:
             )
         if option(name).operator and not setting.by_operator:
             places = f"-o {name}=… or OPTION_{name.upper()}"
-            self._refuse(setting, f"it in {places} only: it is not for a model folder to decide")
+            self._refuse(setting, f"it in {places} only: a model folder cannot set it")
             return
         other = self._firsts.setdefault((setting.source, name), setting)
         winner = self.chosen.setdefault(name, setting)

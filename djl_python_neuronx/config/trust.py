@@ -1,7 +1,7 @@
 """Variables of `option.env` in a model folder's own file: what they may set.
 
 The folder may be a stranger's. Its file may tune libraries and give its own credentials. A variable whose name or
-value chooses what is asked, where files are written or read, or which code is loaded is not passed on. An operator's
+value chooses a server, a place of files or code is not passed on. An operator's
 own `option.env` (command line, `OPTION_ENV`) is not limited.
 """
 
@@ -36,7 +36,7 @@ _ANY_VALUE = OPTION_VARIABLES | {
     *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
 }
-"""Options, which are judged as such, and credentials of the folder's own: they open what is theirs."""
+"""Options, which are judged as such, and credentials, which only open what belongs to them."""
 _COMPILER_FLAGS = "NEURON_CC_FLAGS"
 # Source: the Neuron compiler's guide; neuronx-distributed-inference 0.9, models/model_wrapper.py; libneuronxla. Of the
 # flags that are not here some name files (--cache_dir, --logfile, --output, --dump-on-error, --artifacts-dir).

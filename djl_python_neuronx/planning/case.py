@@ -20,7 +20,7 @@ Filled: TypeAlias = dict[str, tuple[object, str]]
 
 @dataclass(frozen=True, eq=False)
 class NeuronBackend:
-    """A backend that drives a Neuron library: facts of the library, and what planning leaves to it.
+    """A backend that drives a Neuron library: facts of the library, and its functions of planning.
 
     Cases that the functions get have options that are filled in, unless they say otherwise.
     """

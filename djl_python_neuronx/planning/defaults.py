@@ -112,7 +112,7 @@ class _Room:
         return slots / degree if self.fits(degree, positions, slots) else 0.0
 
     def _fits_on_host(self, positions: int, slots: int) -> bool:
-        """Return whether the cache takes at most half of the memory, and what the weights leave of it."""
+        """Return whether the cache takes at most half of the memory, and fits beside the weights."""
         load = replace(self.load, max_model_len=positions, num_slots=slots)
         host = self.case.host_memory
         left = host - memory.weight_bytes(self.case.model, load) - memory.HEADROOM_BYTES

@@ -98,7 +98,7 @@ def rope_type(value: object) -> str | None:
 def unusual_fields(
     fields: Mapping[str, Field], model: ModelFacts
 ) -> Iterator[tuple[str, str, object, Field]]:
-    """Yield what is not computed as a model's `config.json` has it: the words for it, its name, value and field."""
+    """Yield fields of a model's `config.json` that the library computes otherwise: words, name, value and treatment."""
     for name, field in fields.items():
         given = model.config.get(name)
         value = field.default if given is None else given

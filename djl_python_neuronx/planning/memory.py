@@ -92,7 +92,7 @@ class Load:
     group_query_attention: str | None = None
     shard_over_sequence: bool = False
     stages: int = 1
-    """Pipeline stages, each with cores and layers of its own."""
+    """Pipeline stages, each with its own cores and layers."""
     expert_groups: int = 1
     """Groups of cores, each with its own experts and a copy of all else."""
     attention_groups: int = 1

@@ -1,4 +1,4 @@
-"""NxD Inference, as planning sees it."""
+"""The backend of NxD Inference for planning."""
 
 from __future__ import annotations
 

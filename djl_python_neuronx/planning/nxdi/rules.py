@@ -253,7 +253,7 @@ NXDI_RULES: tuple[Rule, ...] = (
 
 
 def findings(case: Case) -> Iterator[Finding]:
-    """Yield what the library stops at, or computes in part only, because of lengths, degrees and the model's sizes.
+    """Yield findings about lengths, degrees and sizes of the model at which the library stops or computes a part only.
 
     Source: models/model_base.py, modules/attention/attention_base.py and utils.py, modules/kvcache and flashdecode.
     """

@@ -1,4 +1,4 @@
-"""transformers-neuronx, as planning sees it."""
+"""The backend of transformers-neuronx for planning."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ TNX_RULES = (*_PROJECTIONS, *_BSH_CACHE, *_CHUNKS, *_DIVIDED_TOKENS, *_SPECULATI
 
 
 def findings(case: Case) -> Iterator[Finding]:
-    """Yield what the library refuses or gives up because of the model's sizes and the degree.
+    """Yield findings about sizes and degrees that the library refuses, or gives an option up for.
 
     Source: transformers-neuronx 0.13, decoder.py and llama/model.py, which assert these.
     """
