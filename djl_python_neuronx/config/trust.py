@@ -1,8 +1,8 @@
 """Variables of `option.env` in a model folder's own file: what they may set.
 
 The folder may be a stranger's. Its file may tune libraries and give its own credentials. A variable whose name or
-value chooses a server, a place of files or code is not passed on. An operator's
-own `option.env` (command line, `OPTION_ENV`) is not limited.
+value chooses a server, a place of files or code is not passed on. An operator's `option.env` (command line,
+`OPTION_ENV`) is not limited.
 """
 
 from __future__ import annotations
