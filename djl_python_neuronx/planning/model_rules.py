@@ -101,13 +101,11 @@ def unsupported_options(options: ServingOptions, backend: str) -> tuple[str, ...
     Those whose marker has `tunes` are to be left out, the others refused. Options of the server alone, and values that
     the library uses anyway, are not among them.
     """
-    names = []
-    for name in ServingOptions.model_fields:
-        value, marker = getattr(options, name), option(name)
-        missing = bool(marker.to) and backend not in marker.to and is_set(options, name)
-        if missing and value != marker.always.get(backend):
-            names.append(name)
-    return tuple(names)
+    return tuple(
+        name
+        for name in NEURON_BACKENDS[backend].missing
+        if is_set(options, name) and getattr(options, name) != option(name).always.get(backend)
+    )
 
 
 def _lengths(case: Case) -> Iterator[Finding]:
