@@ -92,3 +92,20 @@ def pytest_collection_modifyitems(config, items):
                 reasons[marker] = _missing(marker, config)
             if reasons[marker]:
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """Let workers of xdist send what is no UTF-8: some tests log such texts."""
+    return _encodable((yield))
+
+
+def _encodable(value):
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {key: _encodable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_encodable(each) for each in value]
+    return value
