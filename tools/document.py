@@ -72,8 +72,9 @@ The variables in `env` are set all the same: see [security.md](security.md#optio
 _UNSUPPORTED_HEAD = """\
 ## Unsupported options
 
-Options of the old engine, and of NxD Inference for features that a later version serves: prefix caching, EAGLE, Medusa
-and its own quantisation. Values that turn the option off are accepted, any other value is an error.
+Options of the old engine, and of NxD Inference for features that a later version serves: prefix caching, its own
+speculation (EAGLE, Medusa) and its own quantisation. Values that turn the option off are accepted, any other value is
+an error.
 """
 
 _EXAMPLE_HEAD = """\
