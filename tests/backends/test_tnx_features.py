@@ -15,7 +15,6 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Step  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.errors import BackendError  # noqa: E402
-from djl_python_neuronx.planning import placement  # noqa: E402
 from djl_python_neuronx.planning.case import Case  # noqa: E402
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS  # noqa: E402
 from djl_python_neuronx.planning.machines import named  # noqa: E402
@@ -116,7 +115,8 @@ def test_flash_decoding_is_refused_where_the_library_stops_at_it(
         tensor_parallel_degree=tp, shard_over_sequence=True, group_query_attention=way
     )
     facts = ModelFacts.from_config(json.loads((tmp_path / "config.json").read_text()))
-    found = placement.findings(Case(options, facts, named("inf2.48xlarge"), NEURON_BACKENDS["tnx"]))
+    tnx = NEURON_BACKENDS["tnx"]
+    found = tnx.findings(Case(options, facts, named("inf2.48xlarge"), tnx))
     errors = [
         each for each in found if each.level == "error" and "shard_over_sequence" in each.names
     ]
