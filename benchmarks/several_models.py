@@ -56,10 +56,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import sleep_device
-from soak import DEADLINE_S, RECOVERY_S, SHOWN, Embedded, SoakError
-from soak_answers import FORMS, Question, judge
+from soak import RECOVERY_S, SHOWN, SoakError
 from soak_clients import CLOSE, SSE, replies
 
+from tests.clients.answers import FORMS, Question, judge
+from tests.clients.embedded import DEADLINE_S, Embedded
 from tests.processes import engines, engines_of
 
 VOCAB = 1000

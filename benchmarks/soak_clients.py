@@ -22,7 +22,7 @@ from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import Any, Protocol
 
-from soak_answers import FORMS, Question, Reply, judge
+from tests.clients.answers import FORMS, Question, Reply, judge
 
 SSE = "text/event-stream"
 PATIENCE_S = 60.0

@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import pytest
-from soak import MODEL, ROOT, Embedded, wait_until
 from tokenizers import Tokenizer
 
+from tests.clients.answers import MODEL, ROOT
+from tests.clients.embedded import Embedded
 from tests.doubles.toy_backend import expected
-from tests.processes import alive, descendants, engines
+from tests.processes import alive, descendants, engines, wait_gone, wait_until
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 
@@ -79,8 +80,7 @@ class Server(Embedded):
 
     def until(self, condition):
         """Wait for it and return its value."""
-        assert wait_until(condition, PATIENCE_S), f"it does not come to pass: {self.said[-3000:]}"
-        return condition()
+        return wait_until(condition, lambda: self.said[-3000:])
 
     def get(self, path):
         return self.send("GET", path, b"", {}, time.monotonic() + PATIENCE_S)
@@ -140,7 +140,7 @@ class Server(Embedded):
         left = [self.front, *descendants(self.front)]
         self.kill()
         self._clients.shutdown()
-        assert wait_until(lambda: not any(map(alive, left)), PATIENCE_S)
+        wait_gone(left)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_no_engine_outlives_its_front(serve, state):
     if state == "stopped":
         os.kill(engine, signal.SIGSTOP)
     os.kill(server.front, signal.SIGKILL)
-    assert wait_until(lambda: not any(map(alive, below)), PATIENCE_S)
+    wait_gone(below)
     assert engine in below
 
 
@@ -451,7 +451,7 @@ def test_past_the_limit_the_process_ends_and_says_why(serve):
     assert "SIGSEGV" in server.said
     assert "engine_restarts" in server.said
     assert "Traceback" not in server.said
-    assert wait_until(lambda: not any(map(alive, below)), PATIENCE_S)
+    wait_gone(below)
 
 
 def test_loads_that_die_again_and_again_end_the_process(serve):
@@ -503,7 +503,7 @@ def test_sigterm_lets_the_streams_of_the_engine_end(serve):
     below = descendants(server.front)
     assert server.end() == 0
     assert [ids(reply.result()) for reply in replies] == [right(prompt, 40) for prompt in "abcd"]
-    assert wait_until(lambda: not any(map(alive, below)), PATIENCE_S)
+    wait_gone(below)
     assert "Traceback" not in server.said
 
 
@@ -565,7 +565,7 @@ def test_a_second_sigterm_ends_everything_at_once(serve, state):
     # Two signals that come at once are one.
     server.until(lambda: "stopping" in server.said or server.process.poll() is not None)
     server.process.send_signal(signal.SIGTERM)
-    assert wait_until(lambda: not any(map(alive, [server.front, *below])), 10.0)
+    wait_gone([server.front, *below])
     # The first may have ended it already; the second may come when Python itself is ending.
     assert server.process.wait() in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     for reply in replies:

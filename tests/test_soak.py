@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 from soak import Holdings, Mix, soak
-from soak_answers import Reply, judge
 from soak_clients import CLIENTS, replies
+
+from tests.clients.answers import Reply, judge
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 

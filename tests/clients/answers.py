@@ -1,4 +1,4 @@
-"""Questions of `soak.py`, and what an answer to them is worth."""
+"""Questions to the example model, and the judgement of an answer to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-llama"
 FORMS = ("json", "jsonlines", "sse")
 CLEAN_STATUSES = (408, 500, 503)

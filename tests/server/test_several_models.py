@@ -18,10 +18,10 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import pytest
-from soak import ROOT, Embedded, wait_until
-from soak_answers import FORMS, MODEL, Question, judge
 
-from tests.processes import engines, engines_of
+from tests.clients.answers import FORMS, MODEL, ROOT, Question, judge
+from tests.clients.embedded import Embedded
+from tests.processes import engines, engines_of, wait_until
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 torch = pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -111,7 +111,7 @@ class Server(Embedded):
         super().__init__(OPTIONS, work, environ, models=[work / "tiny", self.twin])
 
     def until(self, condition):
-        assert wait_until(condition, PATIENCE_S), f"it does not come to pass: {self.said}"
+        wait_until(condition, lambda: self.said)
 
     def get(self, path):
         return self.send("GET", path, b"", {}, time.monotonic() + PATIENCE_S)
