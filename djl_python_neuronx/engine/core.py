@@ -252,6 +252,11 @@ class Engine:
             rows = [row for row, sequence in sampled if sequence.on_host]
             tokens = output.ids.copy()
             logits = np.empty(0, np.float32) if output.logits is None else output.logits
+        elif parts[0].wants == Want.LOGITS and len(sampled) == count == len(parts[0].slots):
+            # Of a steady decode nothing is copied.
+            slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
+            require_shape(output.values.shape, (count, 1, self.spec.vocab_size))
+            return self._sampler.sample(output.values[:, 0], slots, positions)[:, None], "host"
         else:
             rows = [row for row, _ in sampled]
             tokens, logits = np.full((count, 1), -1, np.int32), output.values
