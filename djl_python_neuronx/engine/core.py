@@ -244,7 +244,7 @@ class Engine:
         Raises:
             StepError: the output has another shape than the step wanted.
         """
-        parts = [rows for _, rows in step.parts]
+        parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
         if isinstance(output, DeviceTokens):
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
             if not any(Want.LOGITS in part.wants for part in parts):

@@ -93,7 +93,7 @@ class Runner:
             if kind == "prefill":
                 return Graph(kind, choose_bucket(width, spec.prefill_buckets))
             # Columns of drafts may lie behind the slot's end.
-            end = min(int(rows.starts.max()) + width, limit)
+            end = min(max(rows.starts.tolist()) + width, limit)
             counts = spec.decode_slots
             slots = choose_bucket(int(rows.slots[-1]) + 1, counts) if counts else 0
             return Graph(kind, choose_bucket(end, spec.token_buckets or (limit,)), slots=slots)

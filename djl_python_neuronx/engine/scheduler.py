@@ -48,6 +48,8 @@ class Batch:
     @property
     def sampled(self) -> list[tuple[int, Sequence]]:
         """The rows that get a token, with their sequences: all but those of prompts with more chunks to come."""
+        if not self.chunks:
+            return [*enumerate(self.decoding)]
         last = [(row, chunk.sequence) for row, chunk in enumerate(self.chunks) if chunk.is_last]
         return [*last, *enumerate(self.decoding, len(self.chunks))]
 
