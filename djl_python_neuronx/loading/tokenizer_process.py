@@ -186,16 +186,20 @@ class TokenizerProcess(TokenTable):
                     what = "tokenizer"
         except QueueFullError:
             raise
-        except (EOFError, OSError):
-            if worker.is_alive or not worker.parent.is_alive:
+        except (EOFError, OSError) as error:
+            late = time.monotonic() - begun_s >= limit_s
+            # The kernel reports a lost connection of a process that has ended before it has read the whole call.
+            lost = isinstance(error, ConnectionError) or not worker.parent.is_alive
+            if lost or (worker.is_alive and (worker.is_stopped or not late)):
                 worker.end()
                 msg = (
                     f"a process of the model's tokenizer (pid {worker.pid}) was stopped or ended from outside, or the "
                     "model is replaced; retry"
                 )
                 raise BackendUnavailableError(msg) from None
+            worker.end()
             why = f"takes more than {WORK_BYTES >> 30} GiB of memory, or crashes (the log names the signal)"
-            if time.monotonic() - begun_s >= limit_s:
+            if late:
                 limit = self._limit if limit_s == self._timeout_s else "fixed"
                 why = f"takes more than {limit_s:g} s ({limit})"
             logger.warning("text_limit folder=%r what=%r: it %s", self._folder.name, what, why)
@@ -320,17 +324,22 @@ class _Process:
         return bool(self._events.poll(limit_s * 1000))
 
     def computed_s(self) -> float:
-        """The processor time that it has taken. Source: glibc, `clock_getcpuclockid`.
-
-        Raises:
-            OSError: it has ended.
-        """
-        return time.clock_gettime(~self.pid << 3 | 2)
+        """The processor time that it has taken, 0 if it has ended. Source: glibc, `clock_getcpuclockid`."""
+        with suppress(OSError):
+            return time.clock_gettime(~self.pid << 3 | 2)
+        return 0.0
 
     @property
     def is_alive(self) -> bool:
         """True until it has ended, which closes its end of the connection."""
         return not any(event & select.POLLHUP for _, event in self._events.poll(0))
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal or a debugger has stopped it. Source: proc(5), after the name, which may hold anything."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+        return False
 
     def end(self) -> None:
         """End it, also if it is stopped, and with it those that it has forked."""

@@ -290,6 +290,40 @@ def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
     tokenizer.close()
 
 
+def test_a_text_of_a_worker_that_gets_no_time_takes_too_long(tmp_path, monkeypatch):
+    """The kernel's limit begins when the worker reads the text: here after the front's, as on a busy machine."""
+    monkeypatch.setattr(tokenizer_process, "GRACE_S", 0)
+    tokenizer = start(write(tmp_path), timeout_s=2.0, chat_template=ENDLESS)
+    ids = tokenizer.encode("The fox")
+    late = worker_of(tokenizer)
+    os.kill(late, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(tokenizer.encode_chat, MESSAGES)
+        time.sleep(1.0)
+        os.kill(late, signal.SIGCONT)
+        with pytest.raises(TextLimitError, match=r"takes more than 2 s \(option\.text_timeout\)"):
+            call.result(PATIENCE_S)
+    assert gone([late])
+    assert tokenizer.encode("The fox") == ids
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("text", ["The fox", "The fox " * 10**6])
+def test_a_worker_that_is_killed_before_it_reads_is_no_fault_of_the_text(tmp_path, text):
+    tokenizer = start(write(tmp_path), timeout_s=PATIENCE_S)
+    ids = tokenizer.encode("The fox")
+    killed = worker_of(tokenizer)
+    os.kill(killed, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(tokenizer.encode, text)
+        time.sleep(0.5)  # it is sent, or a part of it
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(BackendUnavailableError, match=rf"\(pid {killed}\) was stopped or"):
+            call.result(PATIENCE_S)
+    assert tokenizer.encode("The fox") == ids
+    tokenizer.close()
+
+
 @pytest.mark.parametrize("level", ["loader", "library"])
 def test_a_process_that_is_stopped_is_replaced(tmp_path, monkeypatch, caplog, level):
     monkeypatch.setattr(tokenizer_process, "FORK_S", 3)
