@@ -442,7 +442,6 @@ class LimitedProtocol(H11Protocol):
             response = error_response(error, path=conn.access.get("path", ""))
             response.headers["connection"] = "close"
             status = response.status_code
-            logger.info("connection_refused status=%d reason=%r", status, str(error))
             phrase = HTTPStatus(status).phrase
             body = b"" if conn.access.get("method") == "HEAD" else bytes(response.body)
             events = (
@@ -451,7 +450,7 @@ class LimitedProtocol(H11Protocol):
                 h11.EndOfMessage(),
             )
             self._raw.write(b"".join(map(conn.send, events)))
-            self._log_access(complete=True)
+            self._log_access(complete=True, reason=str(error))
         if self.cycle is not None:  # the app's side of the request ends as if the client had left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -516,15 +515,19 @@ class LimitedProtocol(H11Protocol):
         limit_s = self._options().write_timeout if num_buffered else LINGER_S
         self._write_timer = self.loop.call_later(limit_s, self._expect_reading, num_unread)
 
-    def _log_access(self, *, complete: bool) -> None:
-        """Log the request, once. `complete`: its whole answer was written."""
+    def _log_access(self, *, complete: bool, reason: str = "") -> None:
+        """Log the request, once. `complete`: its whole answer was written; `reason`: of a refusal before the app."""
         access, self.conn.access = self.conn.access, {}
         form = self._options().access_log
         quiet = complete and access and access["path"] in _QUIET and access["status"] < 400
+        if form == "off" and reason:
+            logger.info("connection_refused status=%d reason=%r", access["status"], reason)
         if quiet or not access or form == "off":
             return
         client = "{}:{}".format(*self.client or "--")
         access = {"client": client, **access, "total_ms": self.conn.num_ms(), "complete": complete}
+        if reason:
+            access["reason"] = reason if form == "json" else repr(reason)
         if form == "json":
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             logger.info(orjson.dumps({"time": now, **access}).decode(), extra={"bare": True})

@@ -674,7 +674,8 @@ def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
 def accesses(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
     """The fields of the access log's lines so far."""
     lines = [record.getMessage() for record in caplog.records]
-    words = [line.split(" ")[1:] for line in lines if line.startswith("access ")]
+    found = [line.partition(" reason=")[0] for line in lines if line.startswith("access ")]
+    words = [line.split(" ")[1:] for line in found]
     return [dict(word.split("=", 1) for word in line) for line in words]
 
 
@@ -718,6 +719,21 @@ class TestAccessLog:
         with serving(access_log="off") as server:
             assert status(talk(server, post(REQUEST, CLOSE))) == 200
         assert accesses(caplog) == []
+
+    @pytest.mark.parametrize("form", ["text", "json", "off"])
+    def test_a_refusal_is_one_line_with_its_reason(
+        self, caplog: pytest.LogCaptureFixture, form: str
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        with serving(access_log=form, max_connections=1) as server, connect(server):
+            error = content(talk(server, post(REQUEST, CLOSE)))["error"]
+            logged = [one for one in caplog.records if one.name == "djl_python_neuronx.server.http"]
+        (line,) = [one.getMessage() for one in logged]
+        if form == "json":
+            assert (json.loads(line)["status"], json.loads(line)["reason"]) == (503, error)
+        else:
+            assert "status=503 " in line
+            assert line.endswith(f" reason={error!r}")
 
     def test_only_probes_that_fail_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
