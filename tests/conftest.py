@@ -107,5 +107,5 @@ def _encodable(value):
         case dict():
             return {key: _encodable(each) for key, each in value.items()}
         case list() | tuple():
-            return [_encodable(each) for each in value]
+            return type(value)(map(_encodable, value))
     return value
