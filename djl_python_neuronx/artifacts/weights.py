@@ -282,15 +282,22 @@ def check_tensors(names: Collection[str], config: Mapping[str, Any], where: Path
     """Compare the names of a whole checkpoint's tensors with its config.json, before anything is loaded.
 
     Of the families in `_EMBEDDINGS` all layers must be alike; of others each layer needs some tensor. The backend finds
-    what is missed here, after minutes of loading.
+    what is missed here, after minutes of loading. No library refuses layers beyond those of config.json: without them
+    the answers are wrong.
 
     Raises:
-        ArtifactError: some are missing; the message lists them.
+        ArtifactError: some are missing, or of layers that config.json does not have; the message lists them.
     """
     model_type, expected = str(config.get("model_type")), num_layers(config)
     known = model_type in _EMBEDDINGS
     missing = _missing_outside(names, config, model_type) if known else []
-    before, layers = _main_layers(names)
+    stacks = _layer_stacks(names)
+    before, layers = max(
+        stacks.items(), key=lambda stack: sum(map(len, stack[1].values())), default=("layers", {})
+    )
+    # Elsewhere one of several lists of layers may be a vision tower's or an encoder's, of another number.
+    if expected and (known or len(stacks) == 1):
+        _refuse_further_layers(before, layers, config, expected, where)
     if expected and (layers or known):
         # Quantised layers differ: some are left as they were.
         alike = known and "quantization_config" not in config
@@ -324,13 +331,28 @@ def _missing_outside(
     return missing
 
 
-def _main_layers(names: Collection[str]) -> tuple[str, dict[int, set[str]]]:
-    """'model.layers' and, per layer, its tensors, for the list of layers with the most tensors."""
+def _refuse_further_layers(
+    before: str,
+    layers: Mapping[int, Collection[str]],
+    config: Mapping[str, Any],
+    expected: int,
+    where: Path,
+) -> None:
+    drafting = config.get("num_nextn_predict_layers")  # behind the others, read by few libraries
+    most = expected + (drafting if type(drafting) is int and drafting > 0 else 0)
+    if further := [f"{before}.{index}.*" for index in sorted(layers) if index >= most]:
+        msg = (
+            f"the weights in {where} have {len(further)} layers more than the {expected} of config.json "
+            f"(num_hidden_layers or n_layer): {some(further)}. Correct config.json, or download the model again."
+        )
+        raise ArtifactError(msg)
+
+
+def _layer_stacks(names: Collection[str]) -> Mapping[str, Mapping[int, set[str]]]:
+    """'model.layers' and, per layer, its tensors, for each list of layers."""
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         found = _LAYER.fullmatch(name)
         if found and not _COMPUTED.fullmatch(found["after"]):
             stacks[found["before"]][int(found["index"])].add(found["after"])
-    if not stacks:
-        return "layers", {}
-    return max(stacks.items(), key=lambda stack: sum(map(len, stack[1].values())))
+    return stacks

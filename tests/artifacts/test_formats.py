@@ -712,6 +712,37 @@ def test_no_tensor_is_asked_of_a_model_that_transformers_does_not_save(tmp_path,
             check_tensors(names - {lost}, config, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "stack"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 2}, "model.layers"),
+        ({"model_type": "gpt2", "n_layer": 2}, "h"),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 2}, "model.layers"),
+    ],
+)
+def test_layers_that_config_json_does_not_have_are_refused(tmp_path, config, stack):
+    embedding = "wte.weight" if config["model_type"] == "gpt2" else "model.embed_tokens.weight"
+    names = {embedding, *(f"{stack}.{i}.mlp.weight" for i in range(3))}
+    with pytest.raises(ArtifactError, match=rf"1 layers more than the 2 .*: {stack}\.2\.\*\."):
+        check_tensors(names, config, tmp_path)
+    # Computed tensors are no layer.
+    check_tensors(names - {f"{stack}.2.mlp.weight"} | {f"{stack}.2.attn.bias"}, config, tmp_path)
+    # DeepSeek's layers that draft tokens follow the model's own.
+    check_tensors(names, {**config, "num_nextn_predict_layers": 1}, tmp_path)
+
+
+def test_a_vision_tower_may_have_more_layers_than_the_language_model(tmp_path):
+    config = {"model_type": "qwen2_vl", "num_hidden_layers": 2}
+    tower = [f"visual.blocks.{i}.{name}.weight" for i in range(4) for name in ("qkv", "proj")]
+    check_tensors([*tower, *(f"model.layers.{i}.mlp.weight" for i in range(2))], config, tmp_path)
+
+
+def test_a_checkpoint_with_more_layers_than_its_configuration_is_refused(folder):
+    write_json(folder / "config.json", {**CONFIG, "num_hidden_layers": folders.LAYERS - 1})
+    with pytest.raises(ArtifactError, match=r"1 layers more than the 1 of config\.json"):
+        detect(folder)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neo", "mpt"])
 def test_the_number_of_layers_has_the_name_that_its_family_gives_it(model_type):
     config = pytest.importorskip("transformers").AutoConfig.for_model(model_type)
