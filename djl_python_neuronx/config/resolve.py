@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from djl_python_neuronx.config.values import (
     PLACE,
     Option,
     as_property,
+    listed,
     reordered,
     shortened,
     truth,
@@ -140,7 +141,7 @@ def read_settings(
         model_dir = Path(str(properties["model_dir"]))
     in_file = _read_file(model_dir, file, problems)
     inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
-    written = sources.read_written(inputs)
+    inputs, written = _read_written(inputs, problems)
     reader = _Reader(problems)
     folder = model_dir or (file.parent if file else Path())
     for setting in keywords.translated(sources.read_all(inputs, written), folder):
@@ -190,6 +191,25 @@ def read_settings(
     own = own_code.findings(options) if properties is None else ()
     resolved.report([*about_djl, *unused, *reader.findings, *own], problems)
     return resolved
+
+
+def _read_written(inputs: Inputs, problems: Problems) -> tuple[Inputs, list[Setting]]:
+    """Return the inputs without refused variables of `option.env`, and the settings that users have written there."""
+    written = sources.read_written(inputs)
+    variables = sources.worker_variables(written)
+    names = sources.misplaced(variables)
+    if not names:
+        return inputs, written
+    fix = listed(dict.fromkeys(f"option.{name}=…" for name in names.values()))
+    message = (
+        f"option.env ({variables[next(iter(names))].origin}) sets {listed(names)}: only the server's environment may "
+        f"set options so; write {fix} instead"
+    )
+    problems.add_error(ConfigError(message))
+    if inputs.properties is not None:
+        operators = {name: value for name, value in inputs.environ.items() if name not in names}
+        inputs = replace(inputs, environ=operators)
+    return inputs, sources.read_written(inputs)
 
 
 def _read_file(model_dir: Path | None, file: Path | None, problems: Problems) -> list[Setting]:

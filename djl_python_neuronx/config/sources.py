@@ -338,6 +338,18 @@ def worker_variables(written: Sequence[Setting]) -> dict[str, Setting]:
     }
 
 
+def misplaced(variables: Mapping[str, Setting]) -> dict[str, str]:
+    """Variables of `option.env` that set options in the server's environment only, to the option.
+
+    DJL Serving's process has them too, where they are not the operator's.
+    """
+    options = {**SAGEMAKER, **HUB}
+    for name in variables:
+        if name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX)):
+            options[name] = name.partition("_")[2].lower()
+    return {name: options[name] for name in variables if name in options}
+
+
 def with_worker_variables(
     environ: Mapping[str, str], variables: Mapping[str, Setting]
 ) -> dict[str, str]:

@@ -49,8 +49,8 @@ MAX_DEPTH = 32
 SMALLEST_BUCKET = 128
 """Least tokens of a graph that is compiled by default."""
 
-MAX_SHOWN = 200
-"""Characters of a name or value in a message."""
+MAX_SHOWN, MAX_NAMES = 200, 40
+"""Characters of a name or value in a message; names in a list."""
 
 _LARGEST, _BEYOND = 2**31 - 1, 2**63
 _DTYPES = {
@@ -215,6 +215,13 @@ def join_words(values: Iterable[object], last: str = "and") -> str:
     """The values as a list in a sentence: ``1, 2 and 4`` if `last` is ``and``."""
     words = [str(value) for value in values]
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Whole names, separated by commas; of more than `MAX_NAMES` the first, and the number of the others."""
+    words = [str(shortened(name)) for name in names]
+    more = f" and {len(words) - MAX_NAMES} more" if len(words) > MAX_NAMES else ""
+    return ", ".join(words[:MAX_NAMES]) + more
 
 
 def allowed_words(field: FieldInfo) -> str:

@@ -57,6 +57,13 @@ def told(resolved, level):
     return list(resolved.problems.messages(level))
 
 
+def assert_misplaced(problems, variable, name):
+    (problem,) = problems
+    assert f"sets {variable}: only the server's environment" in str(problem)
+    assert f"option.{name}=…" in str(problem)
+    assert "secret" not in str(problem)
+
+
 def suspicious(resolved):
     """Key of the file that is no option to its warning."""
     return {
@@ -348,10 +355,47 @@ class TestStrictness:
                 assert "serving.properties line 1" in str(problem)
                 assert f"-o {name}=… or OPTION_{name.upper()} only" in str(problem)
             model_dir = folder(f"option.env=OPTION_{name.upper()}={text}")
-            assert getattr(resolve(None, model_dir, {}).options, name) is None
+            assert_misplaced(problems_of(None, model_dir, {}), f"OPTION_{name.upper()}", name)
             for given in (({f"OPTION_{name.upper()}": text},), ({}, {name: text})):
                 resolved = resolve(None, folder(), *given)
                 assert getattr(resolved.options, name) == value
+
+    @pytest.mark.parametrize(
+        ("variable", "name"),
+        [
+            ("OPTION_N_POSITIONS", "n_positions"),
+            ("OPTION_chat_template", "chat_template"),
+            ("ARGS_N_POSITIONS", "n_positions"),
+            ("HF_MODEL_ID", "model_id"),
+            ("HF_REVISION", "revision"),
+            ("SAGEMAKER_STARTUP_TIMEOUT", "model_loading_timeout"),
+        ],
+    )
+    def test_the_option_env_sets_no_variable_of_the_operators_settings(
+        self, folder, variable, name
+    ):
+        env = f"OMP_NUM_THREADS=1,{variable}=secret"
+        for lines, environ, given in (
+            ([f"option.env={env}"], {}, {}),
+            ([], {"OPTION_ENV": env}, {}),
+            ([], {}, {"env": env}),
+        ):
+            model_dir = folder(*lines)
+            assert_misplaced(problems_of(None, model_dir, environ, given), variable, name)
+            if not given:  # DJL Serving's process has the variable.
+                properties = as_djl_passes(model_dir, environ)
+                problems = problems_of(properties, model_dir, {**environ, variable: "secret"})
+                assert_misplaced(problems, variable, name)
+
+    def test_a_file_outside_named_through_the_option_env_is_not_read(self, folder):
+        """DJL Serving has set the variable of the folder's own file for its process, as an operator would."""
+        for name in ("ARGS_CHAT_TEMPLATE", "OPTION_CHAT_TEMPLATE"):
+            model_dir = folder(f"option.env={name}=/etc/hostname")
+            properties, variables = as_djl_passes(model_dir), {name: "/etc/hostname"}
+            settings, problems = examine(properties, model_dir, variables)
+            assert settings.options.chat_template is None
+            assert_misplaced(problems, name, "chat_template")
+        assert resolve(None, folder(), {name: "/etc/hostname"}).options.chat_template is not None
 
     @pytest.mark.parametrize("given", [{"OPTION_API_KEY_FILE": "/keys"}, {API_KEYS: "secret"}])
     def test_keys_that_djl_serving_does_not_check_are_an_error(self, folder, given):
