@@ -325,6 +325,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._application = application
         self._drain_s = drain_s
+        self.on_listening: Callable[[], None] = lambda: None
+        """Called when all ports listen."""
         self._signalled = False
         self._no_descriptor_s = -math.inf
         """The time at which the log last said that no connection could be accepted."""
@@ -351,18 +353,22 @@ class Server(uvicorn.Server):
         event_loop = asyncio.get_running_loop()
         event_loop.set_exception_handler(self._on_loop_error)
         event_loop.set_default_executor(Threads(SERVER_THREADS, "djl-neuronx-server"))
+        uvicorns = logging.getLogger("uvicorn.error")
+        uvicorns.disabled = True  # its line of the error has neither time nor flag
         try:
             await super().startup(sockets)
-        except SystemExit:  # uvicorn has logged why
-            problem = f"cannot listen on {host}; end what uses the port, or set another one"
-            logger.error("--port %d: %s", port, problem)  # noqa: TRY400
+        except SystemExit as ended:
+            logger.error(_refused(ended.__context__, f"--host {host}", f"--port {port}"))  # noqa: TRY400
             raise
+        finally:
+            uvicorns.disabled = False
         if self._application.options.admin_port is not None:
             await self._listen_for_admin(self._application.options)
         # asyncio's `backlog` is also the number of connections that it accepts at once.
         for bound in [one for server in self.servers for one in server.sockets]:
             with bound.dup() as sock:
                 sock.listen(KERNEL_BACKLOG)
+        self.on_listening()
 
     async def _listen_for_admin(self, options: ServingOptions) -> None:
         config = copy(self.config)
@@ -379,7 +385,8 @@ class Server(uvicorn.Server):
         try:
             server = await event_loop.create_server(protocol, host, port, backlog=BACKLOG)
         except OSError as error:
-            logger.error("option.admin_port=%d: %s; set another one", port, error)  # noqa: TRY400
+            of_host = f"option.admin_host={host}" if options.admin_host else f"--host {host}"
+            logger.error(_refused(error, of_host, f"option.admin_port={port}"))  # noqa: TRY400
             raise SystemExit(1) from error
         self.servers.append(server)
 
@@ -481,20 +488,27 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
         signal.signal(number, server.handle_exit)
     signal.signal(signal.SIGHUP, lambda *_: loader.reload())
-    loader.thread.start()
-    status = 0
+    server.on_listening = loader.thread.start
     try:
         server.run()
-    except SystemExit:  # it cannot listen, and has logged why
-        status = 1
+    except SystemExit:  # it cannot listen, has logged why, and loads nothing
+        return 1
     if not loader.end(JOIN_S):
         # The interpreter sometimes aborts when it ends while a thread runs torch's code.
         logging.shutdown()
-        os._exit(status)
+        os._exit(0)
     for model in application.models:
         for service in model.services:
             service.close()
-    return 1 if application.failure is not None else status
+    return 0 if application.failure is None else 1
+
+
+def _refused(error: BaseException | None, host: str, port: str) -> str:
+    """The reason that a port cannot be opened, after the setting to change, `host` or `port`."""
+    why = getattr(error, "strerror", None) or error
+    if getattr(error, "errno", None) in {errno.EADDRINUSE, errno.EACCES}:
+        return f"{port} ({host}): {why}; end what uses the port, or set another one"
+    return f"{host}: {why}; set a name or an address of this machine, or 0.0.0.0 for all of them"
 
 
 def _listed(models: Sequence[Model]) -> str:

@@ -832,10 +832,26 @@ def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = serve_process(tmp_path, taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        process = serve_process(tmp_path, port)
         _, log = process.communicate(timeout=PATIENCE_S)
+    (line,) = log.splitlines()
+    assert f" ERROR djl_python_neuronx.server.app --port {port} " in line
     assert process.returncode == 1
-    assert "address already in use" in log
+    assert "address already in use; end what uses the port" in log
+
+
+@pytest.mark.parametrize("host", ["nosuchhost.invalid", "1.2.3.4"])
+def test_a_host_that_is_not_this_machines_is_named_and_nothing_is_loaded(
+    tmp_path: Path, host: str
+) -> None:
+    """The folder has no model, which a load would report."""
+    process = serve_process(tmp_path, 8080, "--host", host)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    (line,) = log.splitlines()
+    assert f" ERROR djl_python_neuronx.server.app --host {host}: " in line
+    assert "--port" not in line
 
 
 def test_a_warm_up_that_fails_frees_the_device_and_says_what_it_was(backend: ToyBackend) -> None:

@@ -652,6 +652,7 @@ def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
 
     def run(server: Server) -> None:
         runs.append(server)
+        server.on_listening()
         wait_until(lambda: caplog.text.count("ready url") == len(runs))
 
     def load(*_: Any, **__: Any) -> Service:
