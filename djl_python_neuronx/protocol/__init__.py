@@ -54,7 +54,7 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     Raises:
         RequestError: it is of no protocol of its path; the message lists the keys, never their values.
     """
-    possible = _possible(context.path)
+    possible = _possible(context)
     if len(possible) == 1:
         return possible[0]
     for protocol in possible:
@@ -65,9 +65,9 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     raise RequestError(msg)
 
 
-def _possible(path: str) -> list[WireProtocol]:
-    of_path = [protocol for protocol in PROTOCOLS if path in protocol.paths]
-    return of_path or [protocol for protocol in PROTOCOLS if protocol.anywhere]
+def _possible(context: ParseContext) -> list[WireProtocol]:
+    of_path = [protocol for protocol in PROTOCOLS if context.path in protocol.paths]
+    return of_path or [one for one in PROTOCOLS if one.anywhere and one.is_allowed(context.options)]
 
 
 def _shapes(protocols: Sequence[WireProtocol]) -> str:
@@ -104,7 +104,7 @@ def parse_body(
         FormatterError: the input formatter failed.
     """
     if not body:
-        msg = f"the body is empty; expected {_shapes(_possible(context.path))}"
+        msg = f"the body is empty; expected {_shapes(_possible(context))}"
         raise RequestError(msg)
     context.check_size(body)
 

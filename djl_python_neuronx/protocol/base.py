@@ -292,6 +292,10 @@ class WireProtocol(Protocol):
     error: Any = ErrorFields
     """Type of an answer that is an error as a whole."""
 
+    def is_allowed(self, options: ServingOptions) -> bool:  # noqa: ARG002
+        """True if the options allow this protocol on routes that no protocol has."""
+        return True
+
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:  # noqa: ARG002
         """True if the payload is of this protocol."""
         return self.key in payload

@@ -11,6 +11,7 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.protocol.answers import Answer, EndEvent, Event, Shape, TextEvent
 from djl_python_neuronx.protocol.base import (
     ParseContext,
@@ -53,11 +54,9 @@ class BedrockProtocol(WireProtocol):
         "application/jsonlines": BedrockAnswer,
     }
 
-    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
-        """True if the payload has `prompt`, and the options allow this protocol."""
-        options = context.options
-        is_3p = (options.output_formatter or "").startswith("3p")
-        return super().detect(payload, context) and (options.bedrock_compat or is_3p)
+    def is_allowed(self, options: ServingOptions) -> bool:
+        """True with `option.bedrock_compat` or a 3p formatter."""
+        return options.bedrock_compat or (options.output_formatter or "").startswith("3p")
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""

@@ -122,3 +122,11 @@ def test_a_3p_formatter_answers_lmi_requests_too(formatter: str) -> None:
 def test_bad_requests(body: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         bedrock(body)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"image": "a"}'])
+def test_errors_have_its_outline_only_where_it_is_allowed(body: bytes, allowed: bool) -> None:
+    with pytest.raises(RequestError, match="expected") as caught:
+        parse(body, bedrock_compat=allowed)
+    assert ("max_gen_len" in str(caught.value)) == allowed
