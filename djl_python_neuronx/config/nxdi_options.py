@@ -103,7 +103,8 @@ class NxdiOptions(OptionGroup):
     ] = None
     """Batch sizes to compile decode graphs for besides all slots."""
     windowed_context_encoding_size: _TuningCount = None
-    """Prompt tokens that are prefilled at a time. For a sliding window model it must equal the window."""
+    """Prompt tokens that are prefilled at a time. Longer prompts need static batches, to which it changes the default:
+    each prefill takes all slots. For a sliding window model it must equal the window."""
     enable_cte_modular_flow: _Tuning = None
     """Compile prefill graphs layer by layer. Library 0.9 accepts the keyword and does not use it."""
     layer_boundary_markers: _Tuning = None

@@ -1050,6 +1050,18 @@ LAYOUT = [
     ),
     Row(
         "windowed_context_encoding_size",
+        "note",
+        says="each prefill takes all 4 slots",
+        breaks={
+            **NXDI,
+            "windowed_context_encoding_size": 128,
+            "max_rolling_batch_size": 4,
+            "rolling_batch_strategy": "naive_rolling_batch",
+        },
+        mends={"windowed_context_encoding_size": None},
+    ),
+    Row(
+        "windowed_context_encoding_size",
         "error",
         says="cuts prompts in static",
         breaks={**NXDI, "windowed_context_encoding_size": 128},

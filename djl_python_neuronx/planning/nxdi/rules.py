@@ -276,6 +276,19 @@ def findings(case: Case) -> Iterator[Finding]:
     if window and case.continuous_batching and max(prompts, default=0) > window:
         problem = "NxD Inference cuts prompts in static batches only; set naive_rolling_batch, or leave it out"
         yield Finding((_WINDOW, "rolling_batch_strategy", "max_rolling_batch_size"), problem)
+    if (
+        window
+        and not case.continuous_batching
+        and case.slots > 1
+        and max(prompts, default=0) > window
+    ):
+        problem = (
+            f"NxD Inference cuts prompts in static batches only: each prefill takes all {case.slots} slots, and "
+            "decoding waits for it; leave it out for continuous batching"
+        )
+        yield Finding(
+            (_WINDOW, "rolling_batch_strategy", "max_rolling_batch_size"), problem, "note"
+        )
     name, groups = "attention_dp_degree", options.attention_dp_degree or 1
     if (options.cp_degree or 1) != groups and degree // groups < kv_heads:
         name = name if groups > 1 else "cp_degree"
