@@ -18,7 +18,7 @@ from djl_python_neuronx.config.sources import (
     taken,
     with_worker_variables,
 )
-from djl_python_neuronx.config.values import PLACE, shortened
+from djl_python_neuronx.config.values import MAX_NAMES, PLACE, listed, shortened
 
 TRUST = "DJL_NEURONX_TRUST_ENV"
 """Variable with the names that a folder's own file may set, separated by commas."""
@@ -76,12 +76,13 @@ def serving_environ(
     doubts = {name: doubt(name, str(variables[name].value)) for name in sorted(own - trusted)}
     doubtful = {name: part for name, part in doubts.items() if part is not None}
     if doubtful:
-        parts = (f"{name} ({part})" if part else name for name, part in doubtful.items())
+        parts = listed(f"{name} ({part})" if part else name for name, part in doubtful.items())
+        names = ",".join(str(shortened(name)) for name in [*doubtful][:MAX_NAMES])
         problems.add(
             "warning",
-            f"option.env ({variables[min(doubtful)].origin}) sets {shortened(', '.join(parts))}, not passed on: a "
+            f"option.env ({variables[min(doubtful)].origin}) sets {parts}, not passed on: a "
             "model folder's own file decides neither which servers are asked, nor where files are written or read, nor "
-            f"which code is loaded. If you trust the file set {TRUST}={shortened(','.join(doubtful))} (names, "
+            f"which code is loaded. If you trust the file set {TRUST}={names} (names, "
             "separated by commas) in the environment; otherwise remove it from option.env",
         )
     if not inherited:

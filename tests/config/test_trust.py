@@ -189,6 +189,17 @@ def test_a_file_allows_itself_nothing(inherited):
     assert warnings
 
 
+def test_the_warning_has_whole_names_and_counts_the_others():
+    """The operator pastes them, and names that fill the list hide no other."""
+    names = sorted(DOWNLOADS)[:40]
+    _, (warning,) = serving(",".join(f"{name}=x" for name in names))
+    assert f"sets {', '.join(names)}, not passed on" in warning
+    assert f"{trust.TRUST}={','.join(names)} (names, " in warning
+    _, (warning,) = serving(",".join(f"A{i:02}=x" for i in range(40)) + ",LD_AUDIT=x,LD_PRELOAD=y")
+    assert "A38, A39 and 2 more, not passed on" in warning
+    assert "A38,A39 (names" in warning
+
+
 def test_this_process_forgets_what_java_has_set(monkeypatch):
     """Its libraries read the process's own variables."""
     names = ("HF_ENDPOINT", "https_proxy", "LD_PRELOAD", "AWS_CONFIG_FILE", "HF_TOKEN", "LC_ALL")
