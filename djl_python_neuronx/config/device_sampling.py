@@ -80,7 +80,7 @@ def wrong_part(key: str) -> str:
     """Describe the error of a key of an option's object that is not valid."""
     if key in _OUTSIDE:
         return f"{key}: {_OUTSIDE[key]}"
-    field = OnDeviceGeneration.model_fields.get(key.replace("topk", "top_k"))
+    field = OnDeviceGeneration.model_fields.get("global_top_k" if key == "global_topk" else key)
     if field is not None:
         return f"{key}: expected {allowed_words(field)}"
     return f"{key!r} is wrong{did_you_mean(key, OnDeviceGeneration.model_fields)}"

@@ -821,6 +821,7 @@ class TestFiles:
             ('{"top_kk": 5}', "'top_kk' is wrong; did you mean 'top_k'?"),
             ('{"top_k": 0}', "top_k: expected a whole number of at least 1"),
             ('{"global_topk": "x"}', "global_topk: expected a whole number of at least 1"),
+            ('{"topk": 5}', "'topk' is wrong; did you mean 'top_k'?"),
             ('{"top_p": 2}', "top_p: expected a number above 0, at most 1"),
             ('{"do_sample": "perhaps"}', "do_sample: expected true or false"),
         ],
