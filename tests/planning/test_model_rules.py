@@ -1130,15 +1130,22 @@ LAYOUT = [
     Row(
         "moe_ep_degree",
         "error",
-        says="as many as 32 x 8 cores of moe_ep_degree",
+        says="must be 256, the product of moe_ep_degree=32 and moe_tp_degree=8",
         breaks={**GROUPS, "moe_tp_degree": 8, "moe_ep_degree": 32},
         mends={"moe_ep_degree": 8},
     ),
     Row(
         "hybrid_sharding_config",
         "error",
-        says="as many as 1 x 8 cores of moe_cte_ep_degree",
+        says="must be 8, the product of moe_cte_ep_degree=1",
         breaks={**GROUPS, "hybrid_sharding_config": HYBRID},
+        mends={"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
+    ),
+    Row(
+        "hybrid_sharding_config",
+        "error",
+        says="moe_cte_tp is no key of it; expected moe_cte_tp_degree, moe_cte_ep_degree",
+        breaks={**GROUPS, "hybrid_sharding_config": {"moe_cte_tp": 4}},
         mends={"hybrid_sharding_config": {**HYBRID, "moe_cte_tp_degree": 64}},
     ),
     Row(

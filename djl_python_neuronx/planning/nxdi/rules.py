@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import join_words, shortened
+from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi.arguments import graphs
@@ -376,7 +377,12 @@ def _experts(case: Case) -> Iterator[Finding]:
     rows = min((*(options.token_generation_batches or ()), case.slots))
     chosen = rows * (first_size(case.model.config, "num_experts_per_tok") or 1)
     given = {name: getattr(options, name) for name in ("moe_tp_degree", "moe_ep_degree")}
+    known = [f"moe_{part}_{kind}_degree" for part in ("cte", "tkg") for kind in ("tp", "ep")]
     for name, value in (options.hybrid_sharding_config or {}).items():
+        if name not in known:
+            problem = f"{shortened(name)} is no key of it; expected {join_words(known)}{did_you_mean(name, known)}"
+            yield Finding(("hybrid_sharding_config",), problem)
+            return
         if type(value) is not int or value < 1:
             problem = f"{shortened(name)} is {shortened(repr(value))}; expected a whole number of at least 1"
             yield Finding(("hybrid_sharding_config",), problem)
@@ -385,9 +391,12 @@ def _experts(case: Case) -> Iterator[Finding]:
     for part in ("moe", "moe_cte", "moe_tkg"):
         cores, groups = (given.get(f"{part}_{kind}_degree") or 1 for kind in ("tp", "ep"))
         name = "moe_ep_degree" if part == "moe" else "hybrid_sharding_config"
-        product = f"{groups} x {cores} cores of {part}_ep_degree and {part}_tp_degree"
         if cores * groups not in {1, case.degree}:
-            yield Finding((name, _DEGREE), f"expected as many as {product}; change one of them")
+            problem = (
+                f"{_DEGREE} must be {cores * groups}, the product of {part}_ep_degree={groups} and "
+                f"{part}_tp_degree={cores}; change one of them"
+            )
+            yield Finding((name, _DEGREE), problem)
         elif experts % groups or (groups > 1 and part != "moe_cte" and chosen < experts):
             problem = (
                 f"the groups must divide the {experts} experts, and decode steps choose as many; {rows} rows choose "
