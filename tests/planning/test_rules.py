@@ -743,6 +743,18 @@ NXDI = [
         for dynamic in (False, True)
     ),
     Row(
+        "on_device_generation",
+        "error",
+        breaks={"on_device_generation": {"dynamic": True, "deterministic": True}},
+        mends={"on_device_generation": {"deterministic": True}},
+    ),
+    Row(
+        "on_device_generation",
+        "note",
+        breaks={"on_device_generation": {"dynamic": True, "top_p": 0.9}},
+        mends={"on_device_generation": {"dynamic": True}},
+    ),
+    Row(
         "output_logits",
         "error",
         breaks={"output_logits": True},

@@ -228,7 +228,10 @@ _SAMPLING = (
     ),
     when(on_device_generation=lambda it: it.deterministic and (it.do_sample or it.dynamic)).refuse(
         "each draw would be the token in which the sum of probabilities reaches a half; leave deterministic out, or "
-        "set do_sample=false for greedy answers"
+        "set do_sample=false and dynamic=false for greedy answers"
+    ),
+    when(on_device_generation=lambda it: it.dynamic and it.top_p < 1).note(
+        "top_p has no effect with dynamic=true: each request has its own; leave it out"
     ),
     when(async_execution=SET, async_mode=ANY).note(
         "the library gets the first under its own name async_mode; the option async_mode is DJL Serving's way to send "
