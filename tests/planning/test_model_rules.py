@@ -1031,6 +1031,19 @@ LAYOUT = [
     Row(
         "sequence_parallel",
         "error",
+        says="not 1024 and 4096; round them up, to 4080 at most",
+        breaks={
+            **NXDI,
+            DEGREE: 24,
+            "sequence_parallel": True,
+            "n_positions": 4096,
+            "context_length_estimate": (1024, 4096),
+        },
+        mends={"context_length_estimate": (1032, 4080)},
+    ),
+    Row(
+        "sequence_parallel",
+        "error",
         says="multiples of 8, and not 100",
         breaks={**NXDI, "sequence_parallel": True, "windowed_context_encoding_size": 100},
         mends={"windowed_context_encoding_size": 64},

@@ -274,8 +274,12 @@ def findings(case: Case) -> Iterator[Finding]:
         (_FLASH, group, _PROMPTS, prompts),
         (_FLASH, group, "n_positions", limits),
     ):
-        if uneven := sorted(length for length in lengths if parts and length % parts):
-            problem = f"expected multiples of {parts}, and not {join_words(uneven)}; round them up"
+        if parts and (uneven := sorted(length for length in lengths if length % parts)):
+            most = (options.max_model_len or 0) // parts * parts
+            limit = f", to {most} at most" if of == _PROMPTS and uneven[-1] > most else ""
+            problem = (
+                f"expected multiples of {parts}, and not {join_words(uneven)}; round them up{limit}"
+            )
             yield Finding((name, of, _DEGREE), problem)
     if window and case.continuous_batching and max(prompts, default=0) > window:
         problem = "NxD Inference cuts prompts in static batches only; set naive_rolling_batch, or leave it out"
