@@ -103,7 +103,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     "is_eagle_draft": (False, "the draft model is option.speculative_draft_model"),
     "enable_fused_speculation": (
         None,
-        "it is true with option.speculative_draft_model, and false without",
+        "NxD Inference serves no draft models in this version",
     ),
     "sparse_attn": (None, "it is an object, which a file cannot hold"),
     "lora_config": (None, "adapters are not served"),

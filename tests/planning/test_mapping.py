@@ -530,6 +530,7 @@ class TestOverrides:
         lines = ("option.speculative_draft_model=org/draft",) if draft else ()
         _, _, texts = with_override({"enable_fused_speculation": fused}, lines)
         assert bool(texts["error"]) == (draft != fused)
+        assert all("serves no draft models in this version" in text for text in texts["error"])
 
     def test_they_override_options_of_the_file_with_a_warning_and_not_those_of_the_command_line(
         self,
