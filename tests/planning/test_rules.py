@@ -820,6 +820,17 @@ def test_what_a_later_version_serves_is_refused(name):
     assert "tnx" in option(name).to
 
 
+def test_the_fix_for_deterministic_draws_is_greedy_whatever_is_set():
+    for given in ({"dynamic": True}, {"do_sample": True}):
+        chosen = options(on_device_generation={**given, "deterministic": True})
+        (problem,) = (
+            entry.problem
+            for entry in broken_rules(BACKEND_RULES["nxdi"], chosen)
+            if "deterministic" in entry.problem
+        )
+        assert "set do_sample=false and dynamic=false" in problem
+
+
 EVERY_RULE = [
     *(("", rule) for rule in RULES),
     *((loader, rule) for loader, its in BACKEND_RULES.items() for rule in its),
