@@ -58,7 +58,8 @@ _VALUE: Final[tuple[Mistake, ...]] = (
     (r"(?i)^enabled?$", "true", _OTHER),
     (r"(?i)^(disabled?|false|off|no|none)$", "disable", _OTHER),
     (r"(?i)^disabled?$", "false", _OTHER),
-    (r"(?i)^(auto|all)$", "max", _OTHER),
+    (r"(?i)^auto$", "max", "leave the option out for its default, or for the most"),
+    (r"(?i)^all$", "max", _OTHER),
     (r"(?i)^(true|on|.*(neuron|continuous|lmi.?dist|trt.?llm|scheduler).*)$", "tnx", _OTHER),
     (r"(?i)^(auto|max|default)$", "", "leave the option out for that"),
 )

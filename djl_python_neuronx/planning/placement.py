@@ -72,7 +72,7 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
         problem = f"the Neuron runtime documents {join_words(documented)} on {where}; {degree} is used in practice"
         yield Finding((name,), problem, "note")
     else:
-        problem = f"the Neuron runtime takes {join_words(used)} on {where}; set one of them"
+        problem = f"the Neuron runtime takes {join_words(used)} on {where}; leave it out, or set one of them"
         yield Finding((name,), problem)
 
 

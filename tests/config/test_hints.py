@@ -170,9 +170,16 @@ REFUSED = {
     "option.n_positions=0": ("n_positions", "expected a whole number"),
     "option.n_positions=auto": ("n_positions", "leave the option out"),
     "option.n_positions=max": ("n_positions", "leave the option out"),
-    "option.tensor_parallel_degree=auto": (DEGREE, "write max"),
+    "option.tensor_parallel_degree=auto": (
+        DEGREE,
+        "leave the option out for its default, or for the most: write max",
+    ),
+    "option.tensor_parallel_degree=all": (DEGREE, "the word is another: write max"),
     "option.tensor_parallel_degree=8x": (DEGREE, "write 8"),
-    "option.tensor_parallel_degree=3": (DEGREE, "takes 1, 2, 4, 8, 12 and 24"),
+    "option.tensor_parallel_degree=3": (
+        DEGREE,
+        "takes 1, 2, 4, 8, 12 and 24 on inf2; leave it out, or",
+    ),
     "option.context_length_estimate=128 256 512": ("context_length", "write 128,256,512"),
     "option.context_length_estimate=128;256": ("context_length", "write 128,256"),
     "option.context_length_estimate=1k,2k": ("context_length", "write 1024,2048"),

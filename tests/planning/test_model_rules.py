@@ -755,7 +755,7 @@ CORES = [
     Row(
         DEGREE,
         "error",
-        says="16 and 32 on trn1; set one",
+        says="16 and 32 on trn1; leave it out, or set one",
         breaks={DEGREE: 64, "device": TRN1},
         mends={"device": replace(TRN1, local_degree=32)},
     ),
