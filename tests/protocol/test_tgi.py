@@ -280,6 +280,6 @@ def test_generate_needs_a_prompt_under_one_of_its_names() -> None:
 
 def test_elsewhere_a_body_is_not_of_these_protocols() -> None:
     assert parse({"inputs": "<5>"}).request.protocol == "lmi"
-    with pytest.raises(RequestError, match="expected bedrock") as caught:
+    with pytest.raises(RequestError, match="expected lmi") as caught:
         parse({"text": "<5>"})
     assert not any(f"{name}: " in str(caught.value) for name in ("tgi", "plain", "tokenize"))
