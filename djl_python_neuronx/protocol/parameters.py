@@ -40,6 +40,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1000
 """Every stop string is searched for in every token of its request."""
 MAX_STOP_TOKEN_IDS = 64
+MOST_SHOWN = 100
+"""Characters of an unknown name that errors show."""
 
 EXPECTED = "expected"
 """Type of a validator's error whose text is what was expected."""
@@ -225,6 +227,13 @@ def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def shown_name(name: str) -> str:
+    """A client's name of a field for a message, at most `MOST_SHOWN` characters."""
+    short = reprlib.Repr()
+    short.maxstring = MOST_SHOWN
+    return short.repr(name)
+
+
 _Model = TypeVar("_Model", bound=RequestModel)
 
 
@@ -250,8 +259,11 @@ def validated(model: type[_Model], values: Mapping[str, Any]) -> _Model:
     name, value = _given(values, place)
     if kind == "extra_forbidden":
         known = sorted(model.model_fields if len(place) == 1 else ())
-        hint = f"{did_you_mean(name, known)}; known: {', '.join(known)}" if known else ""
-        msg = f"unknown parameter {reprlib.repr(name)}{hint or '; leave it out'}"
+        near = did_you_mean(name, known)
+        rest = (
+            f"{' Known' if near else '; known'}: {', '.join(known)}" if known else "; leave it out"
+        )
+        msg = f"unknown parameter {shown_name(name)}{near}{rest}"
         raise UnsupportedParameterError(msg, param=name)
     if kind == "unsupported":
         msg = f"parameter {name!r} is not supported; leave it out"

@@ -5,7 +5,6 @@ A protocol adds a request model and a `Shape`.
 
 from __future__ import annotations
 
-import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -33,6 +32,7 @@ from djl_python_neuronx.protocol.parameters import (
     Strings,
     Text,
     sampling_params,
+    shown_name,
     validated,
 )
 from djl_python_neuronx.sampling import SamplingParams
@@ -151,9 +151,8 @@ def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[obj
         hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])
         if name in Parameters.model_fields:
             hint = ' (it belongs in "parameters")'
-        msg = (
-            f"unknown field {reprlib.repr(name)} beside inputs{hint}; expected {', '.join(_FIELDS)}"
-        )
+        rest = f"{' Expected' if hint.endswith('?') else '; expected'} {', '.join(_FIELDS)}"
+        msg = f"unknown field {shown_name(name)} beside inputs{hint}{rest}"
         if name in refused:
             msg = f"{name} is not supported in this version; leave it out"
         raise UnsupportedParameterError(msg, param=name)

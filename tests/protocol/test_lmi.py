@@ -191,7 +191,7 @@ def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
         (b'{"inputs": 3}', "a number"),
         (b'{"inputs": "x", "parameters": [5]}', "parameters is a list"),
         (b'{"inputs": "x", "max_new_tokens": 3}', 'belongs in "parameters"'),
-        (b'{"inputs": "x", "paramters": {}}', "did you mean 'parameters'"),
+        (b'{"inputs": "x", "paramters": {}}', r"did you mean 'parameters'\? Expected inputs, "),
         (b'{"inputs": "x", "stream": "yes"}', "'stream' is a string"),
         (
             b'{"inputs": "x", "stream": false, "parameters": {"stream": "yes"}}',

@@ -338,7 +338,14 @@ def test_what_has_no_effect_is_accepted() -> None:
         (chat(temperature="hot"), "temperature", "a finite number"),
         (chat(seed="x"), "seed", "an integer"),
         (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
+        (chat(temprature=1), "temprature", "? Known: "),
+        (chat(colour=1), "colour", "unknown parameter 'colour'; known: "),
         (chat(stream_options={"include_usage": True}), "stream_options", "needs stream=true"),
+        (
+            chat(stream=True, stream_options={"include_usagee": True}),
+            "stream_options.include_usagee",
+            "unknown parameter 'stream_options.include_usagee'; leave it out",
+        ),
         (
             chat(stream=True, stream_options={"include_usage": 1}),
             "stream_options.include_usage",
