@@ -153,6 +153,8 @@ def read_settings(
         if name not in reader.refused
     }
     workers = sources.worker_variables(written)
+    refused = sources.misplaced(workers)
+    workers = {name: setting for name, setting in workers.items() if name not in refused}
     in_override = [one for one in reader.chosen.values() if one.source == keywords.OVERRIDE]
     handed_over = djl_serving.handed_over(inputs, written, options)
     planned = options.model_copy(update=handed_over)

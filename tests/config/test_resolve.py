@@ -381,7 +381,9 @@ class TestStrictness:
             ([], {}, {"env": env}),
         ):
             model_dir = folder(*lines)
-            assert_misplaced(problems_of(None, model_dir, environ, given), variable, name)
+            settings, problems = examine(None, model_dir, environ, given)
+            assert_misplaced(problems, variable, name)
+            assert set(settings.worker_variables) == {"OMP_NUM_THREADS"}  # no second finding
             if not given:  # DJL Serving's process has the variable.
                 properties = as_djl_passes(model_dir, environ)
                 problems = problems_of(properties, model_dir, {**environ, variable: "secret"})
