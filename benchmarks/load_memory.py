@@ -46,7 +46,7 @@ sys.stdin.readline()
 backend = cpu.load(plan)
 for weight in backend._model.module.parameters():
     weight.view(-1)[:: 4096 // weight.itemsize].sum()  # every page; what nothing has read yet is in no count
-print(backend.cache_bytes, flush=True)
+print(backend._model.cache_bytes, flush=True)
 sys.stdin.readline()
 """
 CONVERT = """
