@@ -88,6 +88,8 @@ _ENVIRON = {
 }
 _LOST = (EOFError, ConnectionError, TimeoutError)
 """Errors of a process that has ended, or is stopped. Others are of this process: no descriptors are left."""
+_CLOSED = signal.SIGUSR1
+"""Signal that ends a loader whose tokenizer is closed: the log names others."""
 _PR_SET_PDEATHSIG = 1
 """Source: Linux, include/uapi/linux/prctl.h."""
 
@@ -148,7 +150,7 @@ class TokenizerProcess(TokenTable):
     def close(self) -> None:
         """See `Tokenizer`. Waits for nothing: loads and calls that run end with an error."""
         self._closed = True
-        self._loader.end()
+        self._loader.end(_CLOSED)
         self._idle.clear()
 
     def _load(self) -> Any:  # noqa: ANN401
@@ -341,10 +343,11 @@ class _Process:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
         return False
 
-    def end(self) -> None:
-        """End it, also if it is stopped, and with it those that it has forked."""
+    def end(self, by: int = signal.SIGKILL) -> None:
+        """End it, and with it those that it has forked: by this signal, or, if it is stopped, by SIGKILL."""
         if self.is_alive:  # so no other process has its id
             with suppress(ProcessLookupError):
+                os.kill(self.pid, by)
                 os.kill(self.pid, signal.SIGKILL)
 
 
@@ -452,10 +455,10 @@ def _fork_each(front: Connection, child: Callable[[Connection], None], name: str
 
 
 def _reap(folder: str) -> None:
-    """Log children that a signal has ended."""
+    """Log children that a signal has ended, except of tokenizers that are closed."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if os.WIFSIGNALED(ended[1]):
+            if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) != _CLOSED:
                 name = signal.Signals(os.WTERMSIG(ended[1])).name
                 event = "tokenizer_process_ended folder=%r pid=%d signal=%s"
                 logger.info(event, folder, ended[0], name)

@@ -245,6 +245,30 @@ def test_they_end_with_the_front(tmp_path):
         assert gone(started)
 
 
+ENDS = """
+import os, signal, sys, time
+from pathlib import Path
+from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
+from djl_python_neuronx.telemetry import setup_logging
+setup_logging()
+how = {"trust_remote_code": False, "revision": None, "chat_template": None}
+tokenizer = TokenizerProcess(Path(sys.argv[1]), timeout_s=60, **how)
+tokenizer.encode("The fox")
+loader = tokenizer._loader.pid
+tokenizer.close() if sys.argv[2] == "closed" else os.kill(loader, signal.SIGKILL)
+while Path(f"/proc/{loader}").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("end", "logged"), [("closed", 0), ("killed", 1)])
+def test_the_log_names_the_end_of_a_process_that_is_not_closed(tmp_path, end, logged):
+    """The log is read to its end: all processes have ended."""
+    command = [sys.executable, "-c", ENDS, write(tmp_path), end]
+    log = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert log.count("tokenizer_process_ended") == logged
+
+
 def test_a_process_that_cannot_be_started_is_an_error(tmp_path, monkeypatch):
     tokenizer = start(write(tmp_path))
 
