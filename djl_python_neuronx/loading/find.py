@@ -14,6 +14,7 @@ from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nx
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.sources import try_path
+from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
@@ -98,7 +99,7 @@ def _detect(
     folder: Path, name: str, origin: str, situation: Situation, *, weights_needed: bool = False
 ) -> Model:
     try:
-        return Model(name, str(folder), formats.detect(folder, origin=origin))
+        return _checked(Model(name, str(folder), formats.detect(folder, origin=origin)))
     except ArtifactNotFoundError as error:
         if not situation.is_dry or not formats.is_configuration(folder):
             raise
@@ -112,7 +113,23 @@ def _detect(
 
 def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> Model:
     artifact = Artifact(path, "huggingface", None, config, ())
-    return Model(name, source, artifact, whole=False)
+    return _checked(Model(name, source, artifact, whole=False))
+
+
+def _checked(model: Model) -> Model:
+    """Return the model.
+
+    Raises:
+        ArtifactError: its config.json lacks a size that its architecture has, or has a wrong one.
+    """
+    if missing := model.facts.missing_sizes():
+        msg = (
+            f"config.json of {model.name} lacks {join_words(missing)} (or other names that "
+            f"{model.facts.model_type} has for them); the libraries would assume another model's. Copy or download "
+            "the file again"
+        )
+        raise ArtifactError(msg)
+    return model
 
 
 def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -> Model:

@@ -97,6 +97,17 @@ class ModelFacts:
             config=config,
         )
 
+    def missing_sizes(self) -> list[str]:
+        """Return the names of sizes without which the libraries would make a known architecture's usual large model."""
+        sizes = {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "num_attention_heads": self.num_heads,
+        }
+        return [name for name, size in sizes.items() if not size and self.model_type in _COUNTERS]
+
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
     kind = model_type(config)

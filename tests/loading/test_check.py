@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts import tokenizer
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.errors import ArtifactError, ConfigError
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
@@ -315,6 +315,18 @@ def test_one_graph_is_a_graph(environ):
     out = printed(report)
     assert f"compiles  {len(report.prepared.planned.graphs)} graph" in out
     assert "1 graphs" not in out
+
+
+@pytest.mark.parametrize("lost", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_size_that_config_json_lacks_is_an_error(tmp_path, lost):
+    """Transformers would make a model of 7B of it."""
+    config = json.loads((TINY / "config.json").read_text())
+    del config[lost]
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    (error,) = run(folder(tmp_path, config=config)).findings.messages("error")
+    assert error.startswith(f"config.json of {tmp_path} lacks {lost} (")
+    with pytest.raises(ArtifactError, match=f"lacks {lost} "):
+        prepare_module.prepare_or_raise(None, tmp_path, environ={})
 
 
 def test_a_number_that_python_does_not_read(tmp_path, laptop):
