@@ -192,6 +192,9 @@ class Recorder:
     def spec(self) -> ModelSpec:
         return self._backend.spec
 
+    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
+        return self._backend.cached(prompt_ids, adapter)
+
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         assert slot not in self._live
         return self._backend.acquire(slot, prompt_ids, adapter)
