@@ -243,6 +243,19 @@ def test_a_slot_recovers_from_what_is_not_a_number(driver: Driver, at: int) -> N
     assert_same(driver.alone(prompt_of(3), 8, slot=1), wanted)
 
 
+def test_a_slot_recovers_from_what_a_join_has_spread(driver: Driver) -> None:
+    """A static batch reads all its tokens again, with a graph that the longest sequence chooses."""
+    wanted = driver.alone(prompt_of(20), 8, slot=3)
+    bad = prompt_of(3)
+    bad[1] = POISON
+    driver.join({1: bad, 2: prompt_of(20)})
+    driver.decode()
+    driver.join({0: prompt_of(3)})
+    for slot in range(3):
+        driver.leave(slot)
+    assert_same(driver.alone(prompt_of(20), 8, slot=1), wanted)
+
+
 def test_logits_belong_to_the_caller(driver: Driver) -> None:
     driver.join({0: prompt_of(5), 2: prompt_of(6)})
     rows = driver.next_rows()

@@ -141,7 +141,9 @@ class StaticBackend(ContinuousBackend):
         output = self._model.prefill(self._slots, self._history, lens, self._newest.sampling.copy())
         self._stale = False
         self._num_reprefilled = int(lens.sum() - rows.lens.sum())
-        return self._answer(output, rows, self._model.prompt_bucket(int(lens.max())))
+        bucket = self._model.prompt_bucket(int(lens.max()))
+        self._doubts.spread(np.flatnonzero(lens), bucket)
+        return self._answer(output, rows, bucket)
 
     def _blank(self, slot: int, length: int) -> None:  # noqa: ARG002  (all at once)
         """Write the first columns of every slot: the next step prefills all sequences again."""

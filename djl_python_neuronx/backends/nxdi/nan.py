@@ -54,6 +54,14 @@ class Doubts:
             end = np.where(healthy, clean, np.maximum(ends, self._end[slots]))
         self._first[slots], self._end[slots] = first, end
 
+    def spread(self, slots: npt.NDArray[np.integer[Any]], end: int) -> None:
+        """Note that the tokens of these slots were read again, with a graph that has written them up to `end`.
+
+        Its columns behind a token that yields NaN are NaN too, those of the padding included.
+        """
+        doubtful = slots[self._first[slots] < self._end[slots]]
+        self._end[doubtful] = np.maximum(self._end[doubtful], end)
+
     def of(self, slot: int, bucket: int) -> range:
         """Return the doubtful positions of a slot that a prompt of this bucket does not overwrite."""
         return range(max(int(self._first[slot]), bucket), int(self._end[slot]))
