@@ -51,6 +51,7 @@ _CONNECT_TIMEOUT_S = 4
 _SERVER_ERROR = 500
 _NUM_THREADS = 8
 _MAX_LISTING_BYTES = 2 * MAX_JSON_BYTES
+_MAX_TEXT_BYTES = 2**16
 _most_bytes: ContextVar[int] = ContextVar("_most_bytes", default=sys.maxsize)
 """Longest body of an answer, decompressed; without a limit for others in this process who use the library."""
 
@@ -253,7 +254,12 @@ def _check_answer(response: Any, *_: object, **__: object) -> None:  # noqa: ANN
         ArtifactAccessError: a header has not its plain form.
     """
     parts = "iter_bytes" if hasattr(response, "iter_bytes") else "iter_content"
-    setattr(response, parts, _bounded(getattr(response, parts), str(response.url)))
+    most = _most_bytes.get()
+    if response.status_code not in range(
+        200, 300
+    ):  # the text of an error or a redirect, whatever the file's size
+        most = max(most, _MAX_TEXT_BYTES)
+    setattr(response, parts, _bounded(getattr(response, parts), str(response.url), most))
     headers = response.headers
     for name, form in _FORMS.items():
         if name in headers and (name != "ETag" or "X-Repo-Commit" in headers):
@@ -269,11 +275,13 @@ def _at_most(num_bytes: int) -> Iterator[None]:
         _most_bytes.reset(before)
 
 
-def _bounded(parts: Callable[..., Iterator[bytes]], place: str) -> Callable[..., Iterator[bytes]]:
-    """Return a reader of a body that raises `ArtifactAccessError` behind `_most_bytes`."""
+def _bounded(
+    parts: Callable[..., Iterator[bytes]], place: str, most: int
+) -> Callable[..., Iterator[bytes]]:
+    """Return a reader of a body that raises `ArtifactAccessError` behind `most` bytes."""
 
     def read(*args: Any, **keywords: Any) -> Iterator[bytes]:  # noqa: ANN401
-        left = most = _most_bytes.get()
+        left = most
         for part in parts(*args, **keywords):
             left -= len(part)
             if left < 0:

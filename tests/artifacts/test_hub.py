@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import huggingface_hub
 import pytest
@@ -146,7 +147,7 @@ def test_what_differs_twice_from_the_listing_ends_the_fetch(server, environ, twi
 )
 def test_each_header_is_taken_in_its_plain_form_alone(name, plain, other):
     headers = {"X-Repo-Commit": "a" * 40, name: plain}
-    answer = SimpleNamespace(url="http://hub/a", headers=headers, iter_bytes=iter)
+    answer = SimpleNamespace(url="http://hub/a", headers=headers, iter_bytes=iter, status_code=200)
     hub._check_answer(answer)
     headers[name] = other
     with pytest.raises(ArtifactAccessError, match=f"answers with {name} '"):
@@ -163,6 +164,34 @@ def test_a_body_ends_where_the_listing_says(server, environ, name):
     server.twist = longer
     most = len(FILES[name])
     with pytest.raises(ArtifactAccessError, match=f"{name} answers with more than {most} bytes"):
+        hub.fetch("ours/llama", environ=environ)
+
+
+def test_a_redirect_and_an_error_may_be_longer_than_the_file(server, environ):
+    """The library reads their texts too."""
+    name = "odd [name].txt"
+    text = b"Temporary Redirect or an error, in more words than the file has. " * 3
+    seen = []
+
+    def elsewhere(request, status, body, headers):
+        if request.command == "GET" and quote(name) in request.path:
+            seen.append(request.path)
+            if len(seen) == 1:
+                return 307, text, {"Location": request.path + "?again=1"}
+        return status, body, headers
+
+    server.twist = elsewhere
+    assert contents(hub.fetch("ours/llama", environ=environ))[name] == FILES[name]
+    assert len(seen) == 2
+
+    def broken(request, status, body, headers):
+        if request.command == "GET" and quote(name) in request.path:
+            return 403, text, {}
+        return status, body, headers
+
+    server.twist = broken
+    environ = {**environ, "HF_HUB_CACHE": environ["HF_HUB_CACHE"] + "2"}
+    with pytest.raises(ArtifactAccessError, match="HTTP status 403"):
         hub.fetch("ours/llama", environ=environ)
 
 
