@@ -347,8 +347,7 @@ class _Process:
         """End it, and with it those that it has forked: by this signal, or, if it is stopped, by SIGKILL."""
         if self.is_alive:  # so no other process has its id
             with suppress(ProcessLookupError):
-                os.kill(self.pid, by)
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL if self.is_stopped else by)
 
 
 _library: list[tuple[subprocess.Popen[bytes], _Process]] = []
