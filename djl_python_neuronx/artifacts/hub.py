@@ -255,9 +255,7 @@ def _check_answer(response: Any, *_: object, **__: object) -> None:  # noqa: ANN
     """
     parts = "iter_bytes" if hasattr(response, "iter_bytes") else "iter_content"
     most = _most_bytes.get()
-    if response.status_code not in range(
-        200, 300
-    ):  # the text of an error or a redirect, whatever the file's size
+    if not 200 <= response.status_code < 300:  # the text of an error or a redirect
         most = max(most, _MAX_TEXT_BYTES)
     setattr(response, parts, _bounded(getattr(response, parts), str(response.url), most))
     headers = response.headers
