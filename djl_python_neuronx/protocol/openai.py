@@ -181,8 +181,6 @@ class OpenAiShape(Shape):
         if given.stream_options is not None and given.stream_options.include_usage:
             self._body["usage"] = None
         self._requests, self._ended = requests, list[Answer]()
-        self._offsets = [0] * len(requests)
-        """Characters in the tokens of each sequence so far, for log-probabilities of completions."""
         self._done = [orjson.Fragment(b"[DONE]")] if stream == "sse" else []
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
@@ -74,11 +75,25 @@ class Completion(AnswerFields):
     usage: NotRequired[Usage | None]
 
 
+def token_name(data: bytes) -> str:
+    r"""The text of a token, or OpenAI's name for bytes that are no text by themselves: ``bytes:\xf0\x9f``."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + data.decode("ascii", "backslashreplace")
+
+
 class CompletionShape(OpenAiShape):
     """A choice is a text, or a part of it."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
+
+    def __init__(self, *given: Any, **more: Any) -> None:  # noqa: ANN401
+        super().__init__(*given, **more)
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in self._requests]
+        self._num_chars = [0] * len(self._requests)
+        """Whole characters of each sequence's tokens so far."""
 
     def choice(
         self, answer: Answer, index: int, logprobs: CompletionLogprobs | None, reason: str
@@ -100,26 +115,31 @@ class CompletionShape(OpenAiShape):
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> CompletionLogprobs:
         """See `OpenAiShape`."""
-        text_of = self._tokenizer.token_bytes
+
+        def named(token: Token) -> str:
+            return token_name(self._tokenizer.token_bytes(token.id))
+
         found: CompletionLogprobs = {
-            "tokens": [text_of(one.id).decode(errors="replace") for one in tokens],
+            "tokens": [named(token) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": None,
-            "text_offset": [],
+            "text_offset": [self._offset(index, token) for token in tokens],
         }
-        for token in tokens:
-            found["text_offset"].append(self._offsets[index])
-            if not token.special:
-                # Characters that start in the token: those of `Token.text` may be held back, or be others'.
-                self._offsets[index] += sum(byte & 0xC0 != 0x80 for byte in text_of(token.id))
         if any(token.top for token in tokens):
+            # Two tokens may have one text: the generated one counts, then the likeliest.
             found["top_logprobs"] = [
-                {name: logprob} | {one.text: finite(one.logprob) for one in token.top}
-                for name, logprob, token in zip(
-                    found["tokens"], found["token_logprobs"], tokens, strict=True
-                )
+                {named(one): finite(one.logprob) for one in (*token.top[::-1], token)}
+                for token in tokens
             ]
         return found
+
+    def _offset(self, index: int, token: Token) -> int:
+        """The place of a sequence's next token: the characters that begin before it, whenever they are readable."""
+        decoder = self._decoders[index]
+        offset = self._num_chars[index] + bool(decoder.getstate()[0])
+        if not token.special:
+            self._num_chars[index] += len(decoder.decode(self._tokenizer.token_bytes(token.id)))
+        return offset
 
 
 class CompletionProtocol(OpenAiProtocol):

@@ -587,6 +587,56 @@ def test_where_a_token_begins_does_not_depend_on_when_its_text_is_readable(strea
     assert offsets == [0, 2, 3, 3, 4, 4, 5, 6]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_are_parts_of_characters_have_their_bytes_as_names(stream: bool) -> None:
+    """Not all one name. Offsets count the characters of the text before, also where its bytes are no UTF-8."""
+    pieces = [
+        b"",
+        b"",
+        b"",
+        b" \xf0\x9f",
+        b"\x8c",
+        b"\x91",
+        b"\x92",
+        b"a",
+        b"\xff",
+        "é\u4e2d".encode(),
+        b"a",
+    ]
+    tokenizer = ToyTokenizer()
+    tokenizer.pieces = pieces
+    tokenizer.token_bytes = lambda one: pieces[one]  # type: ignore[method-assign]
+    parsed = parse(complete(logprobs=4, stream=stream), tokenizer=tokenizer)
+    ids = [3, 4, 5, 9, 4, 8, 3, 7, 10, 4, 4, 7, 3, 8]
+    top = [(7, -0.25), (5, -0.5), (6, -1.0), (3, -2.0)]
+    text = TextStream(parsed.request, tokenizer)
+    last = len(ids) - 1
+    parts = [
+        text.feed(
+            TokenOutput(
+                "r", [one], [None, FinishReason.LENGTH][i == last], None, None, 4, [-4.0 - i], [top]
+            )
+        )
+        for i, one in enumerate(ids)
+    ]
+    content = answer(parsed, [one for one in parts if one is not None])
+    found = [one["choices"][0] for one in (events(content) if stream else [json.loads(content)])]
+    scores = [one["logprobs"] for one in found if one["logprobs"]]
+    joined = {name: [value for one in scores for value in one[name]] for name in scores[0]}
+    before = [b"".join(pieces[one] for one in ids[:i]) for i in range(len(ids))]
+    assert joined["text_offset"] == [len(one.decode(errors="replace")) for one in before]
+    assert "".join(one["text"] for one in found) == b"".join(pieces[i] for i in ids).decode(
+        errors="replace"
+    )
+    names = {3: r"bytes: \xf0\x9f", 4: r"bytes:\x8c", 5: r"bytes:\x91", 6: r"bytes:\x92"}
+    names |= {7: "a", 8: r"bytes:\xff", 9: "é\u4e2d", 10: "a"}
+    assert joined["tokens"] == [names[one] for one in ids]
+    assert joined["token_logprobs"] == [-4.0 - i for i in range(len(ids))]
+    expected = {names[one]: score for one, score in top}
+    for i, one in enumerate(ids):
+        assert joined["top_logprobs"][i] == {**expected, names[one]: -4.0 - i}
+
+
 def test_log_probabilities_without_alternatives() -> None:
     content = answer(parse(complete(logprobs=0)), deltas("r", 7, logprob=float("-inf")))
     found = json.loads(content)["choices"][0]["logprobs"]
