@@ -76,16 +76,19 @@ class Answer:
         self._keeps_tokens = keeps_tokens
         self._start: list[Event] = [StartEvent(text)]
 
-    def take(self, delta: Delta) -> list[Event]:
-        """Parse a delta, and keep what a whole answer needs. Returns its events, for a stream."""
-        events, self._start = self._start, []
-        events.append(TextEvent(delta.text, delta.tokens))
+    def take(self, delta: Delta) -> None:
+        """Keep what a whole answer needs of a delta."""
         self._texts.append(delta.text)
         if self._keeps_tokens:
             self.tokens += delta.tokens
         self.num_tokens = delta.num_generated_tokens
+        self.finish_reason = delta.finish_reason
+
+    def events(self, delta: Delta) -> list[Event]:
+        """The events of a delta, for a stream."""
+        events, self._start = self._start, []
+        events.append(TextEvent(delta.text, delta.tokens))
         if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
             events.append(EndEvent(delta.finish_reason, delta.error))
         return events
 
@@ -151,16 +154,13 @@ class AnswerFormatter:
     def feed(self, delta: Delta) -> bytes:
         """See `Formatter`."""
         answer, group = self._answers[delta.request_id]
-        events = answer.take(delta)
+        answer.take(delta)
         if not self._streams:
-            return self._whole(group, delta) if delta.finished else b""
+            return self._whole(group, delta) if delta.finish_reason is not None else b""
         parts: list[Any] = []
-        for event in events:
+        for event in answer.events(delta):
             self._shape.write(answer, event, parts)
-        content = b""
-        for part in parts:
-            content += self._prefix + orjson.dumps(part) + self._suffix
-        return content
+        return b"".join([self._prefix + orjson.dumps(part) + self._suffix for part in parts])
 
     def _whole(self, group: Sequence[Answer], delta: Delta) -> bytes:
         """The whole answer, if it has ended. Each prompt's is encoded at its own end: all at once would take long."""
