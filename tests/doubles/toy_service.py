@@ -14,11 +14,13 @@ from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.service import Service
+from djl_python_neuronx.types import Tokenizer
 from tests.doubles.toy_tokenizer import TOKENIZER
 
 
 def toy_service(
     *backends: Backend | Callable[[], Backend],
+    tokenizer: Tokenizer = TOKENIZER,
     proposer: Proposer | None = None,
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] = lambda _error: None,
@@ -40,7 +42,7 @@ def toy_service(
     worker = WorkerSettings(options.queue_timeout or options.predict_timeout, warm_up=warm_up)
     return Service(
         options,
-        lambda: TOKENIZER,
+        lambda: tokenizer,
         [partial(EngineThread, partial(load, backend), worker) for backend in backends],
         functions=functions,
         before=before,

@@ -35,7 +35,6 @@ from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW, TokenizerPro
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Model
 from tests.artifacts import tokenizer_folders as folders
-from tests.doubles import toy_service as toys
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import ToyTokenizer
@@ -318,7 +317,7 @@ def test_a_decoder_that_backtracks_costs_its_request(server, tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_decoder_that_goes_too_far_costs_its_stream(monkeypatch, caplog, stream):
+def test_a_decoder_that_goes_too_far_costs_its_stream(caplog, stream):
     class Decoder(ToyTokenizer):
         num_decoded = 0
 
@@ -330,9 +329,8 @@ def test_a_decoder_that_goes_too_far_costs_its_stream(monkeypatch, caplog, strea
 
     tokenizer = Decoder()
     tokenizer.pieces = None
-    monkeypatch.setattr(toys, "TOKENIZER", tokenizer)
     application = Application(Model("toy"))
-    application.models[0].service = service = toy_service(ToyBackend())
+    application.models[0].service = service = toy_service(ToyBackend(), tokenizer=tokenizer)
     running = Running(application)
     wanted = {"prompt": [1, 5], "max_tokens": 40, "ignore_eos": True, "stream": stream}
     found = httpx.post(f"{running.url}/v1/completions", json=wanted, timeout=PATIENCE_S)
