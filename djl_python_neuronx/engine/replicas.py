@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby, takewhile
+from itertools import groupby
 from weakref import WeakValueDictionary
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -27,11 +27,6 @@ from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 64
-"""Prompts are compared in blocks of so many tokens."""
-MOST_BLOCKS = 32
-"""Blocks of a prompt that are compared, from its beginning."""
-
 
 @dataclass(eq=False)
 class Copy:
@@ -44,8 +39,6 @@ class Copy:
     """Its NeuronCores, as in NEURON_RT_VISIBLE_CORES; empty: not limited, or on a CPU."""
     takes: bool = False
     """It gets new requests; also while its engine is started again."""
-    held: dict[int, None] = field(default_factory=dict)
-    """Beginnings (see `_beginnings`) of the prompts that its slots last held, the oldest first."""
 
     @property
     def alive(self) -> bool:
@@ -56,9 +49,7 @@ class Copy:
 class Replicas:
     """The copies of a model. Thread-safe; nothing here runs per token.
 
-    A request goes to the copy with the fewest open ones (all have the same number of slots). Among equals that copy is
-    preferred whose slots last held the longest beginning of its prompt. Today this only keeps like prompts together: no
-    backend reuses the cache of a prefix (`Backend.acquire` returns 0). One that does will find it in this copy.
+    A request goes to the copy with the fewest open ones (all have the same number of slots).
 
     If the engine of a copy dies, requests without a token go to others that have an engine, as soon as there is room;
     until then they wait for the restart.
@@ -188,7 +179,6 @@ class Replicas:
         copy = self.copies[i]
         with self._lock:
             copy.takes = False
-            copy.held.clear()
         copy.loop.streams.wait_until_empty(threading.TIMEOUT_MAX)
         _end([copy.loop], JOIN_S)
         with self._lock:
@@ -244,11 +234,10 @@ class Replicas:
         Raises:
             ServingError: see `StreamRegistry.open`; or no copy takes requests.
         """
-        beginnings = _beginnings(group[0].request) if len(self.copies) > 1 else []
         for stream in group:
             stream.queue = output_queue
         with self._lock:
-            copy = self._choose(beginnings)
+            copy = self._choose()
             if copy is None:
                 why = self.error or f"no copy of the model takes requests now ({self.stage}); retry"
                 raise BackendUnavailableError(str(why))
@@ -259,11 +248,6 @@ class Replicas:
                     error.retry_after_s = max(1, math.ceil(copy.loop.load_s))
                 notify(self._observer.rejected, error)
                 raise
-            for beginning in beginnings:
-                copy.held.pop(beginning, None)
-                copy.held[beginning] = None
-            for beginning in list(copy.held)[: -MOST_BLOCKS * self.spec.num_slots]:
-                del copy.held[beginning]
 
     def generate(self, group: Sequence[Stream]) -> Generation:
         """Submit requests that `prepare` has passed, and iterate over their deltas in the running event loop.
@@ -285,14 +269,14 @@ class Replicas:
                 if (stream := loop.streams.end(request_id)) is not None:
                     notify(self._observer.given_up, stream)
 
-    def _choose(self, beginnings: Sequence[int]) -> Copy | None:
-        """The copy for a prompt, one with an engine if there is one; None if none takes requests. With the lock."""
-
-        def preference(copy: Copy) -> tuple[bool, int, int]:
-            num_held = sum(1 for _ in takewhile(copy.held.__contains__, beginnings))
-            return copy.loop.streams.alive, -len(copy.loop.streams), num_held
-
-        return max((copy for copy in self.copies if copy.takes), key=preference, default=None)
+    def _choose(self) -> Copy | None:
+        """The copy for a request, one with an engine if there is one; None if none takes requests. With the lock."""
+        taking = [copy for copy in self.copies if copy.takes]
+        return max(
+            taking,
+            key=lambda copy: (copy.loop.streams.alive, -len(copy.loop.streams)),
+            default=None,
+        )
 
     # Deaths, on the output thread of the copy
 
@@ -302,13 +286,12 @@ class Replicas:
         with self._lock:
             copy = self.copies[i]
             streams = copy.loop.streams
-            copy.held.clear()
             if given_up is not None:
                 copy.takes = False
                 streams.close(given_up)
             for _, together in groupby(streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
-                other = self._choose(())
+                other = self._choose()
                 # Without another engine, requests may as well wait for the next one of this copy.
                 if other is None or other is copy or not (other.alive or given_up):
                     break
@@ -321,14 +304,6 @@ class Replicas:
     def _give_up(self, error: ServingError) -> None:
         if self.error is not None:
             self._on_death(error)
-
-
-def _beginnings(request: GenerationRequest) -> list[int]:
-    """Hashes of a prompt's first block, of its first two blocks …; those of another adapter are different."""
-    ids = request.prompt_ids
-    num_blocks = min(len(ids) // BLOCK_TOKENS, MOST_BLOCKS)
-    blocks = (tuple(ids[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]) for i in range(num_blocks))
-    return list(accumulate(blocks, lambda *one: hash(one), initial=hash(request.adapter)))[1:]
 
 
 def _end(loops: Sequence[EngineLoop], join_s: float) -> bool:

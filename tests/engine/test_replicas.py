@@ -18,7 +18,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import EngineState
 from djl_python_neuronx.engine.loop import LoopSettings
-from djl_python_neuronx.engine.replicas import BLOCK_TOKENS, MOST_BLOCKS, Replicas
+from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread
 from djl_python_neuronx.errors import (
@@ -36,15 +36,6 @@ from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.engine.loops import LONG, Parts, Recorder, collect, request, shown, text
 from tests.processes import PATIENCE_S, wait_until
 
-SYSTEM = [5, 6] * BLOCK_TOKENS
-"""A prompt of two blocks."""
-
-
-class Engines(Parts):
-    """See `Parts`; these take long prompts."""
-
-    spec = replace(LONG, prefill_buckets=(4096,))
-
 
 class Rig:
     """Copies whose engines are in the hands of the test."""
@@ -52,7 +43,7 @@ class Rig:
     def __init__(self, num_copies: int, **settings: Any) -> None:
         self.recorder = Recorder()
         self.deaths: list[ServingError] = []
-        self.hosts: list[list[Engines]] = [[] for _ in range(num_copies)]
+        self.hosts: list[list[Parts]] = [[] for _ in range(num_copies)]
         """The engines of each copy, in the order of their starts."""
         self.loop = Replicas(
             [self._launch(i) for i in range(num_copies)],
@@ -63,17 +54,17 @@ class Rig:
             on_death=self.deaths.append,
         )
 
-    def _launch(self, i: int) -> Callable[[], Engines]:
-        def launch() -> Engines:
-            self.hosts[i].append(Engines([]))
+    def _launch(self, i: int) -> Callable[[], Parts]:
+        def launch() -> Parts:
+            self.hosts[i].append(Parts([]))
             return self.hosts[i][-1]
 
         return launch
 
-    def submit(self, *names: str, prompt: list[int] | None = None, **fields: Any) -> BlockingQueue:
+    def submit(self, *names: str, **fields: Any) -> BlockingQueue:
         """Submit requests that are answered together."""
         inbox = BlockingQueue()
-        group = [request(name, prompt or [5, 6], **fields) for name in names]
+        group = [request(name, [5, 6], **fields) for name in names]
         self.loop.submit_all(self.loop.prepare(*group), inbox)
         return inbox
 
@@ -123,7 +114,7 @@ def rig(num_copies: int = 2, **settings: Any) -> Iterator[Rig]:
 
 @pytest.fixture
 def no_load(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Engines that are started from now on never become ready."""
+    """Parts that are started from now on never become ready."""
     return lambda: monkeypatch.setattr(Parts, "loads", False)
 
 
@@ -142,46 +133,6 @@ def test_what_is_answered_together_stays_on_one_copy() -> None:
     with rig(2) as copies:
         assert copies.place(*"abc") == 0
         assert [copies.place(*names) for names in ("d", "ef", "g")] == [1, 1, 0]
-
-
-def test_among_equals_the_copy_that_held_the_prompts_beginning_gets_it() -> None:
-    with rig(3) as copies:
-        names = iter(range(100))
-
-        def place(prompt: list[int], **fields: Any) -> int:
-            name = str(next(names))
-            placed = copies.place(name, prompt=prompt, **fields)
-            copies.loop.abort(name)
-            assert copies.hosts[placed][-1].receive("abort") == name
-            return placed
-
-        hold = copies.submit("hold")
-        assert copies.where("hold") == 0
-        assert place(SYSTEM) == 1
-        copies.submit("hold more")
-        assert copies.where("hold more") == 1
-        longer = [*SYSTEM, *[7] * BLOCK_TOKENS]
-        assert place(longer) == 2, "the copy that holds it is busier"
-        for name, i in (("hold", 0), ("hold more", 1)):
-            copies.loop.abort(name)
-            assert copies.hosts[i][-1].receive("abort") == name
-        assert place([*SYSTEM, 9]) == 1
-        assert place([*longer, 9]) == 2
-        assert place([9, *SYSTEM]) == 0
-        assert place([*SYSTEM[:-1], 9]) == 1, "one block is common"
-        assert hold.drain(0) == []
-
-
-def test_the_beginnings_that_are_remembered_are_those_of_the_slots() -> None:
-    with rig(2) as copies:
-        (slots,) = {copies.loop.spec.num_slots}
-        long = [*range(3, 3 + 2 * BLOCK_TOKENS)] * MOST_BLOCKS
-        for i in range(5 * slots):
-            copies.place(str(i), prompt=[i + 3, *long][:4000])
-            copies.loop.abort(str(i))
-            assert copies.hosts[0][-1].receive("abort") == str(i)
-        first, _ = copies.loop.copies
-        assert len(first.held) == slots * MOST_BLOCKS
 
 
 def test_requests_of_a_dead_copy_without_a_token_go_to_another_at_once(
