@@ -68,6 +68,24 @@ def rewrite_header(path, change):
     path.write_bytes(struct.pack("<Q", len(written)) + written + raw[8 + length :])
 
 
+def split_file(path):
+    """A file of a model in split files."""
+    return folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+
+
+def lone_pickle(path):
+    """The place of the only weights of a model."""
+    (folders.huggingface(path) / "model.safetensors").unlink()
+    return path / "pytorch_model.bin"
+
+
+def add_member(file, name, content):
+    """Write a harmless file of `torch.save` with one member more."""
+    folders.pickled(file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(name, content)
+
+
 # Each makes a folder below `path` and gives what the message must name and the error's class.
 
 
@@ -217,31 +235,28 @@ def lfs_pointer_for_a_graph(path):
 
 
 def pickle_with_code(path):
-    file = folders.huggingface(path) / "pytorch_model.bin"
-    (path / "model.safetensors").unlink()
+    file = lone_pickle(path)
     folders.pickled(file, {"lm_head.weight": Hostile()})
     return "system", ArtifactError
 
 
 def old_pickle_with_code(path):
     """Without the archive around it, as before torch 1.6."""
-    file = folders.huggingface(path) / "pytorch_model.bin"
-    (path / "model.safetensors").unlink()
+    file = lone_pickle(path)
     magic = 119547037146038801333356
     file.write_bytes(pickle.dumps(magic, protocol=2) + pickle.dumps(Evaluated(), protocol=2))
     return "eval", ArtifactError
 
 
 def pickle_with_code_of_torch(path):
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    file = split_file(path)
     pytest.importorskip("torch")
     folders.pickled(file, Reaching())
     return "torch.storage._load_from_bytes", ArtifactError
 
 
 def pickle_with_newer_instructions(path):
-    file = folders.huggingface(path) / "pytorch_model.bin"
-    (path / "model.safetensors").unlink()
+    file = lone_pickle(path)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Hostile(), protocol=4))
         archive.writestr("archive/version", "3\n")
@@ -250,17 +265,13 @@ def pickle_with_newer_instructions(path):
 
 def pickle_that_is_torchscript(path):
     """Which torch.load hands to torch.jit.load, `weights_only` or not, before torch 2.6."""
-    file = folders.huggingface(path) / "pytorch_model.bin"
-    (path / "model.safetensors").unlink()
-    folders.pickled(file)
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("archive/constants.pkl", pickle.dumps((), protocol=2))
+    add_member(lone_pickle(path), "archive/constants.pkl", pickle.dumps((), protocol=2))
     return "archive/constants.pkl instead of one data.pkl", ArtifactError
 
 
 def pickle_in_a_tar_file(path):
     """As before torch 0.1.10; CVE-2025-32434 is in the loader of these."""
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    file = split_file(path)
     with tarfile.open(file, "w") as archive:
         member = tarfile.TarInfo("storages")
         content = pickle.dumps(Hostile(), protocol=2)
@@ -271,7 +282,7 @@ def pickle_in_a_tar_file(path):
 
 def tar_file_that_starts_with_pickles(path):
     """Five harmless pickles are the name of its first member; torch reads the other members."""
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    file = split_file(path)
     content = pickle.dumps(Hostile(), protocol=2)
     with tarfile.open(file, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
         archive.addfile(tarfile.TarInfo("\x80\x02N." * 5))
@@ -284,7 +295,7 @@ def tar_file_that_starts_with_pickles(path):
 
 def pickles_before_an_archive(path):
     """Torch takes a file for an archive by its first bytes, `zipfile` by its last ones."""
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    file = split_file(path)
     folders.pickled(file)
     file.write_bytes(pickle.dumps(Hostile(), protocol=2) * 5 + file.read_bytes())
     return "both pickles and a zip archive", ArtifactError
@@ -292,7 +303,7 @@ def pickles_before_an_archive(path):
 
 def archive_before_an_archive(path):
     """Torch takes the members from the place that the end record gives, `zipfile` from just before that record."""
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    file = split_file(path)
     folders.pickled(file, Hostile())
     hostile = file.read_bytes()
     folders.pickled(file)
@@ -302,7 +313,7 @@ def archive_before_an_archive(path):
 
 def pickle_with_code_in_capitals(path):
     """Torch looks up the members of an archive without regard to case."""
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
+    file = split_file(path)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/DATA.PKL", pickle.dumps(Hostile(), protocol=2))
         archive.writestr("archive/version", "3\n")
@@ -310,26 +321,18 @@ def pickle_with_code_in_capitals(path):
 
 
 def torchscript_in_capitals(path):
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
-    folders.pickled(file)
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("archive/CONSTANTS.PKL", pickle.dumps((), protocol=2))
+    add_member(split_file(path), "archive/CONSTANTS.PKL", pickle.dumps((), protocol=2))
     return "archive/constants.pkl instead of one data.pkl", ArtifactError
 
 
 def members_of_one_name(path):
-    file = folders.split(path) / "pytorch_model.bin" / "p1.model.layers.0.input_layernorm.weight"
-    folders.pickled(file)
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("ARCHIVE/version", "3\n")
+    add_member(split_file(path), "ARCHIVE/version", "3\n")
     return "two members of one name", ArtifactError
 
 
 def cut_pickle(path):
-    folders.huggingface(path)
-    (path / "model.safetensors").unlink()
-    folders.pickled(path / "pytorch_model.bin")
-    file = path / "pytorch_model.bin"
+    file = lone_pickle(path)
+    folders.pickled(file)
     file.write_bytes(file.read_bytes()[:-30])
     return "pytorch_model.bin", ArtifactError
 
@@ -559,7 +562,7 @@ def cache_with_a_graph_that_was_never_fetched(path):
     return str(neff), ArtifactError
 
 
-HELPERS = {"rewrite_header"}
+HELPERS = {"rewrite_header", "split_file", "lone_pickle", "add_member"}
 CASES = {
     name: one
     for name, one in list(globals().items())
