@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="needs the `server` extra")
-from djl_python_neuronx.server.app import Application
-from djl_python_neuronx.server.models import Model
-from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
-from tests.doubles.toy_service import toy_service
 from tests.processes import PATIENCE_S, wait_until
 from tests.server.running import Running, body
 
 SHORT_S = 0.2
 """A time limit that a test waits for."""
-
-
-@contextmanager
-def serving(
-    backend: ToyBackend | None = None,
-    tls: ssl.SSLContext | None = None,
-    api_keys: Sequence[bytes] = (),
-    **options: Any,
-) -> Iterator[Running]:
-    """A server with these options."""
-    backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
-    application = Application(Model("toy"))
-    application.models[0].service = toy_service(backend, **options)
-    running = Running(application, tls=tls, api_keys=api_keys)
-    try:
-        yield running
-    finally:
-        backend.resume.set()
-        running.close()
-        application.models[0].service.close()
 
 
 def connect(server: Running, **options: int) -> socket.socket:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,12 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
-from djl_python_neuronx.backends.base import ModelSpec  # noqa: E402
 from djl_python_neuronx.server.app import (  # noqa: E402
     Application,
     Server,
 )
 from djl_python_neuronx.server.models import Model  # noqa: E402
-from tests.doubles.toy_backend import ToyBackend, expected  # noqa: E402
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
 from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 from tests.processes import PATIENCE_S, wait_until  # noqa: E402
@@ -69,14 +70,23 @@ def answer(prompt: list[int], num_tokens: int = 5) -> str:
 
 
 @contextmanager
-def serving(spec: ModelSpec) -> Iterator[str]:
-    """The URL of a server with a toy of this spec."""
+def serving(
+    backend: ToyBackend | None = None,
+    tls: ssl.SSLContext | None = None,
+    api_keys: Sequence[bytes] = (),
+    **options: Any,
+) -> Iterator[Running]:
+    """A server of a toy with these options."""
+    backend = backend or ToyBackend(replace(TOY_SPEC, num_slots=2))
     application = Application(Model("toy"))
-    application.models[0].service = toy_service(ToyBackend(spec))
-    running = Running(application)
-    yield running.url
-    running.close()
-    application.models[0].service.close()
+    application.models[0].service = toy_service(backend, **options)
+    running = Running(application, tls=tls, api_keys=api_keys)
+    try:
+        yield running
+    finally:
+        backend.resume.set()
+        running.close()
+        application.models[0].service.close()
 
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"

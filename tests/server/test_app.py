@@ -151,8 +151,8 @@ ROWS = {"mode": "dynamic", "largest_top_k": 64}
     ],
 )
 def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str, object]) -> None:
-    with serving(spec) as url:
-        facts = http.get(url + "/info").json()
+    with serving(ToyBackend(spec)) as server:
+        facts = http.get(server.url + "/info").json()
         assert (facts["model_id"], facts["max_input_tokens"], facts["max_total_tokens"]) == (
             "toy",
             64,
@@ -172,16 +172,16 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
 
 
 def test_a_device_that_samples_and_returns_logits_serves_details_too() -> None:
-    with serving(MIXED) as url:
+    with serving(ToyBackend(MIXED)) as server:
         for parameters in ({"details": True}, {"seed": 3}, {}):
-            found = http.post(url + "/invocations", json=body([5, 6], parameters=parameters))
+            found = http.post(server.url + "/invocations", json=body([5, 6], parameters=parameters))
             assert found.json()["generated_text"] == answer([5, 6])
             if "details" in parameters:
                 scores = [token["log_prob"] for token in found.json()["details"]["tokens"]]
                 assert all(-1 > score > -3 for score in scores)  # a tenth of the mass
         for count in ('place="host"} 10.0', 'place="device"} 5.0'):
             line = f'djl_neuronx_sampling_steps_total{{model="toy",{count}'
-            wait_until(lambda line=line: line in http.get(url + "/metrics").text)
+            wait_until(lambda line=line: line in http.get(server.url + "/metrics").text)
 
 
 def test_the_routes_of_health_and_version(server: Running) -> None:
@@ -225,8 +225,8 @@ def test_errors_of_tgis_routes(server: Running) -> None:
 
 
 def test_info_tells_of_chunks() -> None:
-    with serving(replace(TOY_SPEC, mixed_steps=True)) as url:
-        assert http.get(url + "/info").json()["chunked_prefill"] is True
+    with serving(ToyBackend(replace(TOY_SPEC, mixed_steps=True))) as server:
+        assert http.get(server.url + "/info").json()["chunked_prefill"] is True
 
 
 VERIFYING = replace(TOY_SPEC, num_speculative_tokens=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
@@ -271,18 +271,20 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_a_device_cannot_sample_is_refused(parameters: dict[str, Any], says: str) -> None:
-    with serving(DYNAMIC) as url:
+    with serving(ToyBackend(DYNAMIC)) as server:
         for stream in (False, True):
             response = http.post(
-                url + "/invocations", json=body([5, 6], parameters=parameters, stream=stream)
+                server.url + "/invocations", json=body([5, 6], parameters=parameters, stream=stream)
             )
             assert response.status_code == 400
             assert says in response.json()["error"]
             assert response.json()["type"] == "unsupported_parameter"
-        assert http.post(url + "/invocations", json=body([5, 6])).status_code == 200
+        assert http.post(server.url + "/invocations", json=body([5, 6])).status_code == 200
     if "default_top_k" in says:
-        with serving(replace(DYNAMIC, default_top_k=64)) as url:
-            response = http.post(url + "/invocations", json=body([5, 6], parameters=parameters))
+        with serving(ToyBackend(replace(DYNAMIC, default_top_k=64))) as server:
+            response = http.post(
+                server.url + "/invocations", json=body([5, 6], parameters=parameters)
+            )
             assert response.status_code == 200
 
 
@@ -769,8 +771,8 @@ def test_a_streams_details_count_what_it_has_sent(
 
 
 def test_a_stream_of_a_device_that_samples_has_details() -> None:
-    with serving(DYNAMIC) as url:
-        found = http.post(url + "/invocations", json=body([5, 6], stream=True))
+    with serving(ToyBackend(DYNAMIC)) as server:
+        found = http.post(server.url + "/invocations", json=body([5, 6], stream=True))
         lines = [json.loads(line) for line in found.text.splitlines()]
     assert {line["token"]["log_prob"] for line in lines} == {None}
     assert lines[-1]["details"]["generated_tokens"] == len(lines) == 5

@@ -47,12 +47,11 @@ from tests.server.raw_http import (  # noqa: E402
     content,
     post,
     read_all,
-    serving,
     status,
     talk,
     wait_for_connections,
 )
-from tests.server.running import Running, answer, body  # noqa: E402
+from tests.server.running import Running, answer, body, serving  # noqa: E402
 
 KEY, OTHER = "sk-first-0123456789", "sk-second"
 DIGESTS = read_keys(None, f"{KEY}, {OTHER}")

@@ -45,12 +45,11 @@ from tests.server.raw_http import (
     content,
     post,
     read_all,
-    serving,
     status,
     talk,
     wait_for_connections,
 )
-from tests.server.running import CROSSING_S, Running, answer, body, num_descriptors
+from tests.server.running import CROSSING_S, Running, answer, body, num_descriptors, serving
 
 
 @pytest.fixture(scope="module")

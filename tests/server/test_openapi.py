@@ -136,8 +136,8 @@ def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPat
         return openapi.document(*arguments)
 
     monkeypatch.setattr(app, "document", document)
-    with serving(TOY_SPEC) as url:
-        first, second = (http.get(url + "/openapi.json").content for _ in range(2))
+    with serving() as server:
+        first, second = (http.get(server.url + "/openapi.json").content for _ in range(2))
     assert first == second
     (thread,) = made
     assert thread.startswith("djl-neuronx-server")
