@@ -36,6 +36,7 @@ install: $(INSTALLED) ## the package and its tools in .venv
 
 # The stamp is written last: an installation that was cut off starts again.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(UPGRADE),always)
+	@echo "Installing [$(EXTRAS)] in $(VENV): 1 GB with the CPU build of torch, 5 GB with PyPI's (see PIP_ARGS)."
 	$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
 	$(PIP) --upgrade pip

@@ -1,4 +1,4 @@
-"""The command line: ``djl-neuronx serve``, ``check``, ``compile`` and ``convert``."""
+"""The command line: ``djl-neuronx serve``, ``check``, ``compile``, ``convert``, ``options`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeAlias
 
 from djl_python_neuronx.artifacts.manifest import package_version
-from djl_python_neuronx.config.sources import API_KEYS, MODEL_DIR, environment, taken
+from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, MODEL_DIR, environment, taken
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.telemetry import setup_logging
 
@@ -38,12 +38,15 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process."""
     arguments = _parser().parse_args(argv)
-    setup_logging(arguments.log_level.upper())
+    setup_logging(arguments.log_level.upper(), arguments.log_format)
     try:
         run: Run = arguments.run
         return run(arguments)
     except ServingError as error:
-        sys.stderr.write(f"djl-neuronx: {error}\n")
+        if arguments.log_format == "json":
+            logger.error("command_failed command=%s\n%s", arguments.command, error)  # noqa: TRY400
+        else:
+            sys.stderr.write(f"djl-neuronx: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130  # as a shell reports SIGINT
@@ -65,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_compile(commands)
     _add_convert(commands)
+    _add_options_command(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -182,6 +187,27 @@ def _add_convert(commands: Commands) -> None:
     _complete(command, _convert, log_level="info")
 
 
+def _add_options_command(commands: Commands) -> None:
+    command = commands.add_parser(
+        "options",
+        help="print the documentation of options",
+        description="Print what docs/options.md has of options: meaning, values, default, other names.",
+    )
+    command.add_argument("names", nargs="*", metavar="name", help="default: list all names")
+    _complete(command, _options, log_level="info")
+
+
+def _add_completion(commands: Commands) -> None:
+    command = commands.add_parser(
+        "completion",
+        help="print the completion script of a shell",
+        description="Print the completion script of a shell; for example `djl-neuronx completion bash > "
+        "/etc/bash_completion.d/djl-neuronx`.",
+    )
+    command.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    _complete(command, _completion, log_level="info")
+
+
 def _add_instance(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--instance",
@@ -204,9 +230,16 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> None:
-    """Set what every command has: the function that runs it, and its log level."""
+    """Set what every command has: the function that runs it, and its log's level and format."""
     levels = ["debug", "info", "warning", "error"]
     command.add_argument("--log-level", choices=levels, default=log_level)
+    command.add_argument(
+        "--log-format",
+        type=_log_format,
+        metavar="{text,json}",
+        default=environment().get(LOG_FORMAT, "text"),
+        help=f"json: an object in each line, its time in UTC (default: variable {LOG_FORMAT}, or else text)",
+    )
     command.set_defaults(run=run)
 
 
@@ -330,6 +363,35 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _options(arguments: argparse.Namespace) -> int:
+    from djl_python_neuronx.config.hints import unknown
+    from djl_python_neuronx.config.options import NAMES, SECTIONS
+
+    if not arguments.names:
+        for title, names in SECTIONS.items():
+            sys.stdout.write(f"{title}\n    {', '.join(names)}\n")
+        return 0
+    # In a wheel the pages are in the package; in a checkout they are beside it.
+    package = Path(__file__).parent
+    pages = (folder / "docs" / "options.md" for folder in (package, package.parent))
+    text = next(page for page in pages if page.is_file()).read_text(encoding="utf-8")
+    for given in arguments.names:
+        name = given.removeprefix("option.").lower()
+        if name not in NAMES:
+            msg = f"there is no option {given!r}{unknown(name, None, NAMES)}; `djl-neuronx options` lists all"
+            raise ConfigError(msg)
+        _, _, section = text.partition(f"\n### {NAMES[name]}\n")
+        sys.stdout.write(f"### {NAMES[name]}\n{section.partition(chr(10) + '#')[0].rstrip()}\n")
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    sys.stdout.write(shtab.complete(_parser(), arguments.shell) + "\n")
+    return 0
+
+
 def _instance(name: str) -> DeviceInfo:
     from djl_python_neuronx.planning.machines import named
 
@@ -356,6 +418,13 @@ def _seconds(text: str) -> float:
         msg = f"{text!r} is not a number of seconds; expected 0 or more"
         raise argparse.ArgumentTypeError(msg)
     return seconds
+
+
+def _log_format(text: str) -> str:
+    if text not in {"text", "json"}:
+        msg = f"{text!r} is not a format of the log (--log-format or variable {LOG_FORMAT}); expected text or json"
+        raise argparse.ArgumentTypeError(msg)
+    return text
 
 
 def _port(text: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -90,8 +92,15 @@ class Metrics:
     """The metrics of `METRICS`, in their own registry: two services in one process do not share them."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+        from prometheus_client import (
+            CollectorRegistry,
+            Counter,
+            Gauge,
+            Histogram,
+            disable_created_metrics,
+        )
 
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # no dashboard reads their lines
         self.registry: CollectorRegistry = CollectorRegistry()
         make: dict[str, Callable[..., Any]] = {
             "counter": Counter,
@@ -116,7 +125,7 @@ class Metrics:
         values: dict[str, float] = defaultdict(float)
         for family in self.registry.collect():
             for sample in family.samples:
-                if not sample.name.endswith(("_bucket", "_created")):
+                if not sample.name.endswith("_bucket"):
                     values[sample.name] += sample.value
         gained = {
             name: value if name in _GAUGES else value - self._last.get(name, 0.0)
@@ -251,11 +260,44 @@ def printable(text: str) -> str:
     )
 
 
-def setup_logging(level: str = "INFO") -> None:
-    """Log one line per event to stderr. For processes of our own: not under DJL's engine, which has its own."""
+class _JsonFormat(logging.Formatter):
+    """An event as an object in one line, with its time in UTC; a record with the attribute `bare` is one already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        if hasattr(record, "bare"):
+            return record.getMessage()
+        time_utc = datetime.fromtimestamp(record.created, timezone.utc)
+        event = {
+            "time": time_utc.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event)
+
+
+def setup_logging(level: str = "INFO", form: str = "text") -> None:
+    """Log to stderr, an event as text or as `json`. For processes of our own: DJL's engine has its own logging."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s %(message)s"))
     package = logging.getLogger("djl_python_neuronx")
     package.handlers = [handler]
     package.setLevel(level)
     package.propagate = False
+    if form == "json":
+        handler.setFormatter(_JsonFormat())
+        # What other packages log, too.
+        logging.getLogger().handlers = [handler]
+        logging.captureWarnings(True)
+    else:
+        handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s %(message)s"))
+
+
+def log_settings() -> tuple[str, str]:
+    """The arguments of `setup_logging` for a process that logs as this one does."""
+    package = logging.getLogger("djl_python_neuronx")
+    is_json = any(isinstance(one.formatter, _JsonFormat) for one in package.handlers)
+    return logging.getLevelName(package.getEffectiveLevel()), "json" if is_json else "text"

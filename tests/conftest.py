@@ -44,9 +44,13 @@ NEEDS = {
 def _logging_as_before():
     """Undo `telemetry.setup_logging`, so that `caplog` sees the records of later tests."""
     package = logging.getLogger("djl_python_neuronx")
-    before = package.handlers, package.level, package.propagate
+    root, before = logging.getLogger(), (package.handlers, package.level, package.propagate)
+    handlers = root.handlers
     yield
     package.handlers, package.level, package.propagate = before
+    if root.handlers is not handlers:
+        root.handlers = handlers
+        logging.captureWarnings(False)
 
 
 def pytest_addoption(parser):

@@ -1,14 +1,22 @@
 """The command line itself: what is a wrong one, and what the process ends with."""
 
 import argparse
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
+import djl_python_neuronx
 from djl_python_neuronx import cli
+from djl_python_neuronx.artifacts.manifest import package_version
+from djl_python_neuronx.cli import main
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ConfigError
 
 TINY = str(Path(__file__).parent.parent / "examples" / "tiny-llama")
@@ -262,3 +270,69 @@ def test_an_interrupt_is_a_status_without_a_traceback(monkeypatch):
 
     monkeypatch.setattr(cli, "_check", interrupt)
     assert cli.main(["check", TINY]) == 130
+
+
+def test_docs_of_an_option_are_printed_by_any_of_its_names(capsys):
+    for name in ("tensor_parallel_degree", "option.tensor_parallel_size"):
+        assert main(["options", name]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("### tensor_parallel_degree\n")
+        assert "- Default:" in shown
+        assert shown.count("\n#") == 0
+    assert main(["options"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ServingOptions.model_fields)
+    assert main(["options", "tensor_paralel_degree"]) == 1
+    assert "did you mean 'tensor_parallel_degree'" in capsys.readouterr().err
+
+
+def test_a_shell_reads_its_completion_script(tmp_path):
+    module = [sys.executable, "-m", "djl_python_neuronx"]
+    made = subprocess.run([*module, "completion", "bash"], capture_output=True, check=True)
+    asked = b"""
+    COMP_WORDS=(djl-neuronx serve --dra) COMP_CWORD=2
+    _shtab_djl_neuronx; echo "${COMPREPLY[@]}"
+    """
+    answered = subprocess.run(["bash"], input=made.stdout + asked, capture_output=True, check=True)
+    assert answered.stdout.split() == [b"--drain"]
+
+
+def test_the_package_has_a_version():
+    assert djl_python_neuronx.__version__ == package_version()
+
+
+def test_a_log_of_json_has_an_event_in_each_line(monkeypatch, tmp_path):
+    """Those of other packages too, and the reason of an error."""
+    (tmp_path / "serving.properties").write_text("option.n_positions=no\n")
+    code = (
+        "import logging, warnings, sys; from djl_python_neuronx import cli\n"
+        "status = cli.main(sys.argv[1:])\n"
+        "logging.getLogger('asyncio').error('of another\\npackage \\ud800')\n"
+        "warnings.warn('a warning')\n"
+        "sys.exit(status)"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "compile",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    environ = {**os.environ, "DJL_NEURONX_LOG_FORMAT": "json", "TZ": "Asia/Tokyo"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    assert ran.returncode == 1
+    events = [json.loads(line) for line in ran.stderr.splitlines()]
+    failed, other, warned = events[-3:]
+    assert failed["message"].startswith("command_failed command=compile\n")
+    assert "n_positions" in failed["message"]
+    assert (failed["level"], failed["logger"]) == ("ERROR", "djl_python_neuronx.cli")
+    assert other["message"] == "of another\npackage \ud800"
+    assert "a warning" in warned["message"]
+    written = datetime.fromisoformat(failed["time"].replace("Z", "+00:00"))
+    assert abs(datetime.now(timezone.utc) - written) < timedelta(hours=1)
+    environ["DJL_NEURONX_LOG_FORMAT"] = "xml"
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    assert ran.returncode == 2
+    assert "'xml' is not a format of the log" in ran.stderr

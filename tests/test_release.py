@@ -73,7 +73,7 @@ def built(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dist"
 
 
-def test_the_wheel_has_the_package_alone(built: Path, tracked: list[str]) -> None:
+def test_the_wheel_has_the_package_and_the_docs_alone(built: Path, tracked: list[str]) -> None:
     with zipfile.ZipFile(built / "djl_python_neuronx-9.8.7-py3-none-any.whl") as wheel:
         names = wheel.namelist()
         metadata = BytesParser().parsebytes(
@@ -81,7 +81,9 @@ def test_the_wheel_has_the_package_alone(built: Path, tracked: list[str]) -> Non
         )
         scripts = wheel.read("djl_python_neuronx-9.8.7.dist-info/entry_points.txt").decode()
     package = {name for name in names if not name.startswith("djl_python_neuronx-9.8.7.dist-info/")}
-    assert package == {name for name in tracked if name.startswith("djl_python_neuronx/")}
+    docs = {f"djl_python_neuronx/{name}" for name in tracked if name.startswith("docs/")}
+    assert docs
+    assert package == docs | {name for name in tracked if name.startswith("djl_python_neuronx/")}
     assert "djl_python_neuronx/py.typed" in package
     assert "djl_python_neuronx-9.8.7.dist-info/licenses/LICENSE" in names
     assert metadata["License-Expression"] == "Apache-2.0"

@@ -34,6 +34,8 @@ DJL = "DJL"
 COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
 API_KEYS = "DJL_NEURONX_API_KEY"
 """Variable with API keys of the embedded server, separated by commas."""
+LOG_FORMAT = "DJL_NEURONX_LOG_FORMAT"
+"""Variable with the format of the log: `text` or `json`."""
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 
 SAGEMAKER: Final[Mapping[str, str]] = {

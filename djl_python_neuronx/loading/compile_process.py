@@ -26,7 +26,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError, ServingError, revive, to_json
 from djl_python_neuronx.loading.guard import guarded
-from djl_python_neuronx.telemetry import setup_logging
+from djl_python_neuronx.telemetry import log_settings, setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Job:
     backend: str
     plan: LoadPlan
     target: Path
-    log_level: str
+    logging: tuple[str, str]
 
 
 _JOB = TypeAdapter(_Job)
@@ -89,8 +89,7 @@ def compile_guarded(
         ArtifactError: the model's files cannot be used.
         BackendError: the backend cannot compile this model like this, or its compiler failed.
     """
-    level = logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel())
-    job = _JOB.dump_json(_Job(backend, plan, target, level))
+    job = _JOB.dump_json(_Job(backend, plan, target, log_settings()))
     # A file without a name: nothing of it is left, however this process ends.
     with tempfile.TemporaryFile() as file:
         file.write(job)
@@ -134,7 +133,7 @@ def _failure(backend: str, outcome: bytes, status: int) -> ServingError:
 def main() -> None:
     """Run the job in the file on standard input, see `compile_guarded`. Its error is appended there."""
     job = _JOB.validate_json(sys.stdin.buffer.read())
-    setup_logging(job.log_level)
+    setup_logging(*job.logging)
     try:
         compiler = backends.compiler(job.backend)
         assert compiler is not None  # noqa: S101  (else there is no job)

@@ -57,7 +57,8 @@ class EngineJob:
     decode_interleave: int = 1
     max_join_wait_s: float = 0.0
     worker: WorkerSettings = field(default_factory=WorkerSettings)
-    log_level: str = "INFO"
+    logging: tuple[str, str] = ("INFO", "text")
+    """See `log_settings`."""
     copy: int = 0
     """The number of this copy of the model, for logs."""
 
@@ -167,6 +168,6 @@ def main() -> None:
     if (message := link.receive()) is None:
         sys.exit("the connection ended before the engine's job came")
     job = _JOB.validate_json(message[0])
-    setup_logging(job.log_level)
+    setup_logging(*job.logging)
     logger.info("engine_process pid=%d copy=%d", os.getpid(), job.copy)
     sys.exit(0 if work(link, job.load, job.worker) else 1)

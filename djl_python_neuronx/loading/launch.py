@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores
+from djl_python_neuronx.telemetry import log_settings
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def make_launch(prepared: Prepared, placed: Sequence[str] = ()) -> Launch:
         worker=WorkerSettings(
             options.queue_timeout or options.predict_timeout, warm_up=not options.skip_warmup
         ),
-        log_level=logging.getLevelName(logging.getLogger(__package__).getEffectiveLevel()),
+        logging=log_settings(),
     )
     return Launch(prepared, placed, graphs, job, tokenizer)
 

@@ -53,7 +53,7 @@ from djl_python_neuronx.errors import (
     TextLimitError,
     revive,
 )
-from djl_python_neuronx.telemetry import setup_logging
+from djl_python_neuronx.telemetry import log_settings, setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -382,7 +382,7 @@ def _new_loader() -> _Process:
             )
         library = _Process(connection)
         _library.append((process, library))
-        library.send(logger.getEffectiveLevel())
+        library.send(log_settings())
         library.receive(IMPORT_S)
         return library.fork()
 
@@ -408,7 +408,7 @@ def main() -> None:
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     with suppress(EOFError, ConnectionError):  # the front may end at any time
-        setup_logging(logging.getLevelName(marshal.loads(front.recv_bytes())))  # noqa: S302  (from the front)
+        setup_logging(*marshal.loads(front.recv_bytes()))  # noqa: S302  (from the front)
         with suppress(ImportError):  # the error of the load names the package
             import_transformers(needs_torch=False)
             import jinja2.sandbox  # noqa: F401
