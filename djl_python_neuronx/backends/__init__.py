@@ -40,9 +40,6 @@ _CUSTOM = ("sitecustomize", "usercustomize")
 class BackendModule(Protocol):
     """The functions of a backend's package. Importing it imports neither torch nor a Neuron library."""
 
-    def supports(self, config: Mapping[str, Any]) -> str | None:
-        """Return why the backend cannot serve a model with this `config.json`; None if it can."""
-
     def load(self, plan: LoadPlan, compiled: Path | None = None) -> Backend:
         """Load a model; takes seconds to minutes.
 

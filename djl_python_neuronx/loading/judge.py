@@ -11,6 +11,7 @@ from djl_python_neuronx.artifacts.artifact import CUT, WHOLE, Artifact
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, no_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
+from djl_python_neuronx.backends import cpu
 from djl_python_neuronx.config.findings import Finding, Level
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
@@ -35,14 +36,10 @@ ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 
 
 def judge_support(artifact: Artifact, case: Case, situation: Situation) -> None:
-    """Report a model that the backend's own code rules out; rules judge architectures that a library lacks."""
-    if case.on_cpu or case.capability is not None:
-        obstacle = backends.get(case.backend).supports(artifact.config)
-        if obstacle is not None:
-            msg = (
-                f"the {case.backend} backend cannot serve the model in {artifact.path}: {obstacle}"
-            )
-            situation.problems.add_error(BackendError(msg))
+    """Report a model that does not run on the cpu backend; rules judge the architectures of the libraries."""
+    if case.on_cpu and (obstacle := cpu.supports(artifact.config)):
+        msg = f"the cpu backend cannot serve the model in {artifact.path}: {obstacle}"
+        situation.problems.add_error(BackendError(msg))
 
 
 def judge_vocabulary(model: Model, options: ServingOptions, situation: Situation) -> None:

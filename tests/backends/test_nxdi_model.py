@@ -20,7 +20,6 @@ from djl_python_neuronx.errors import (
     IncompatibleOptionsError,
 )
 from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
 
 LIBRARY = "neuronx_distributed_inference"
 
@@ -114,15 +113,6 @@ def test_a_class_is_taken_from_its_own_file_else_from_the_registry(
     for name in ("clip", "gemma2"):
         with pytest.raises(BackendError, match=f"no class for model_type '{name}'.*gemma3, llama"):
             model.find_class(name)
-
-
-def test_models_that_are_not_served_are_refused_before_they_are_compiled() -> None:
-    supports = backends.get("nxdi").supports
-    assert not [name for name in NXDI if supports({"model_type": name})]
-    for name, reason in REFUSED.items():
-        assert str(supports({"model_type": name})).endswith(f" {name!r} {reason}")
-    assert "no class for model_type 'gpt2'; it has" in str(supports({"model_type": "gpt2"}))
-    assert "no class for model_type None" in str(supports({}))
 
 
 @pytest.mark.parametrize("kind", ["tp", "pp", "ep"])

@@ -16,13 +16,15 @@ from pydantic import TypeAdapter
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import BackendModule, CompilingModule
 from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.tnx.model import CLASSES
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.tnx.capabilities import TNX
 
 PLAN = backends.LoadPlan(Path("/nowhere"), 2, 64, (16, 32))
 
 
-FUNCTIONS = {"supports", "load"}
+FUNCTIONS = {"load"}
 COMPILING = FUNCTIONS | {"compile", "uncompilable", "compiler_version"}
 
 
@@ -46,6 +48,10 @@ def test_a_backend_has_the_functions_of_its_protocol(name: str) -> None:
     assert backends.compiler("cpu") is None
     assert backends.compiler("nxdi") is not None
     assert backends.compiler("tnx") is not None
+
+
+def test_there_is_a_class_for_each_architecture_that_planning_lets_through() -> None:
+    assert CLASSES.keys() == TNX.keys()
 
 
 def test_an_unknown_name_is_refused_with_what_there_is() -> None:

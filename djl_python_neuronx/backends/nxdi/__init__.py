@@ -16,22 +16,17 @@ from typing import Any
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads, translated
-from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct, refusal
+from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError
 
-__all__ = ["compile", "compiler_version", "load", "supports", "uncompilable"]
+__all__ = ["compile", "compiler_version", "load", "uncompilable"]
 
 logger = logging.getLogger(__name__)
 
 _WORK = "work"
 _WORK_VARIABLE = "BASE_COMPILE_WORK_DIR"
 _WHOLE = ("*.safetensors", "*.bin")
-
-
-def supports(config: Mapping[str, Any]) -> str | None:
-    """Return why a model with this `config.json` cannot be served; None if it can."""
-    return refusal(config.get("model_type"))
 
 
 def uncompilable(config: Mapping[str, Any]) -> str | None:  # noqa: ARG001

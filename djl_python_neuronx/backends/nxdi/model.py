@@ -21,7 +21,6 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.fields import rope_type
-from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
 
 PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
@@ -47,15 +46,6 @@ _NESTED = MappingProxyType(
 )
 """Keywords whose value the library makes an object of, which drops what it does not know."""
 _TAKEN = re.compile(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']")
-
-
-def refusal(model_type: str | None) -> str | None:
-    """Return why this backend cannot serve an architecture; None if it can."""
-    if model_type in NXDI:
-        return None
-    if reason := REFUSED.get(model_type or ""):
-        return f"the class of {PACKAGE} for model_type {model_type!r} {reason}"
-    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(NXDI)}"
 
 
 def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) -> Any:  # noqa: ANN401

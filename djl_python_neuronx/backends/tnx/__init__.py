@@ -19,22 +19,16 @@ from djl_python_neuronx.backends.tnx.model import (
     CLASSES,
     construct,
     model_type_of,
-    refusal,
 )
 from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
 
-__all__ = ["compile", "compiler_version", "load", "supports", "uncompilable"]
+__all__ = ["compile", "compiler_version", "load", "uncompilable"]
 
 logger = logging.getLogger(__name__)
 
 _CONFIG = "config.json"
 _UNSAVED = frozenset({"gpt_neox", "gptj"})
 _PRESHARDED = "is_presharded_checkpoint"
-
-
-def supports(config: Mapping[str, Any]) -> str | None:
-    """Return why a model with this `config.json` cannot be served; None if it can."""
-    return refusal(config.get("model_type"))
 
 
 def uncompilable(config: Mapping[str, Any]) -> str | None:

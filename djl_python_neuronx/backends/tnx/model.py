@@ -13,10 +13,7 @@ from typing import Any
 from djl_python_neuronx.backends import neuron
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
-from djl_python_neuronx.errors import (
-    ArtifactError,
-    BackendError,
-)
+from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.fields import rope_type
 
@@ -66,20 +63,10 @@ def model_type_of(model_dir: Path) -> str:
         raise ArtifactError(message) from error
 
 
-def refusal(model_type: str | None) -> str | None:
-    """Return why the library cannot serve an architecture; None if it can."""
-    if model_type in CLASSES:
-        return None
-    return f"{PACKAGE} has no class for model_type {model_type!r}; it has {', '.join(CLASSES)}"
-
-
 def construct(plan: LoadPlan) -> Any:  # noqa: ANN401
     """Return the model that the library builds from the plan's arguments, before any of their calls."""
     library = import_library()
     model_type = model_type_of(plan.model_dir)
-    if reason := refusal(model_type):
-        message = f"the tnx backend cannot serve {plan.model_dir}: {reason}"
-        raise BackendError(message)
     module = library
     if model_type in _ADAPTED:
         # Not at the top: it imports the library.

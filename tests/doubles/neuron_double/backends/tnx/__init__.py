@@ -19,10 +19,6 @@ from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError
 
 
-def supports(config):
-    return None
-
-
 def compiler_version():
     return os.environ.get("TOYC_VERSION", "1.0")
 
