@@ -275,7 +275,7 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
         source=model.source,
         artifact=model.artifact,
         case=case,
-        planned=make_plan(case, artifact_format=model.artifact.format),
+        planned=make_plan(case),
         weights=weights,
         fits=fits,
         environ=situation.environ,
@@ -339,8 +339,8 @@ def _log_plan(prepared: Prepared) -> None:
     planned = prepared.planned
     logger.info(
         "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
-        planned.backend,
-        planned.format,
+        prepared.backend,
+        prepared.artifact.format,
         prepared.case.model.num_parameters,
         len(planned.graphs),
         planned.estimated_compile_s,

@@ -194,7 +194,7 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
     plan, model, options = prepared.planned, prepared.case.model, prepared.options
     size = _count(model.num_parameters)
     yield f"model     {prepared.name}: {model.model_type}, {size} parameters ({prepared.source})"
-    yield f"backend   {plan.backend}, from the format {plan.format}"
+    yield f"backend   {prepared.backend}, from the format {prepared.artifact.format}"
     yield f"machine   {_machine(prepared)}"
     if options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_draft_source(options)}"
@@ -246,7 +246,7 @@ def _duration(seconds: float) -> str:
 
 
 def _machine(prepared: Prepared) -> str:
-    device, degree = prepared.planned.device, prepared.options.tensor_parallel_degree
+    device, degree = prepared.case.device, prepared.options.tensor_parallel_degree
     if prepared.case.on_cpu:
         known = device.memory_bytes and not device.has_neuron  # else it is the device's memory
         memory = f", {gib(device.memory_bytes)} GiB of memory" if known else ""
@@ -334,13 +334,13 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
             "fits": plan.memory.fits,
         }
     return {
-        "loader": plan.backend,
-        "format": plan.format,
+        "loader": prepared.backend,
+        "format": prepared.artifact.format,
         "graphs": plan.graphs,
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": memory,
         "host_bytes": prepared.host_bytes,
-        "device": plan.device,
+        "device": prepared.case.device,
         "arguments": plan.arguments,
         "calls": {} if plan.arguments is None else plan.arguments.calls,
         "draft_arguments": None if draft is None else draft.planned.arguments,

@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal[
 
 
 @dataclass(frozen=True)
-class Graph:
+class PlannedGraph:
     """A graph to compile: one shape that the device can run."""
 
     kind: Kind

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from djl_python_neuronx.config.findings import Finding, Rule
 from djl_python_neuronx.config.options import ServingOptions, option
-from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
+from djl_python_neuronx.planning.arguments import LibraryArguments, PlannedGraph
 from djl_python_neuronx.planning.capabilities import Capability, Heads, sequences_beyond_window
 from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
@@ -42,7 +42,7 @@ class NeuronBackend:
     """Return what the library refuses or gives up because of the model, the machine or lengths."""
     write_arguments: Callable[[Case], LibraryArguments]
     """Return all arguments of the library, without options that it cannot use for the architecture."""
-    graphs: Callable[[Case], Iterable[Graph]]
+    graphs: Callable[[Case], Iterable[PlannedGraph]]
     """Return the graphs that a load compiles, a draft model's included; n_positions is set."""
     fill: Callable[[Case, int, int], Filled] = lambda _case, _positions, _slots: {}
     """Return values for options of this library that are not set, for tokens per slot and slots."""

@@ -20,11 +20,10 @@ from djl_python_neuronx.config.resolve import Resolved, read_settings
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import InvalidOptionError
 from djl_python_neuronx.planning import defaults, memory, model_rules, placement
-from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
+from djl_python_neuronx.planning.arguments import LibraryArguments, PlannedGraph
 from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
 from djl_python_neuronx.planning.case import Case, Filled
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
-from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.rules import conflicts
@@ -49,16 +48,12 @@ _DEFAULT = "default"
 class ServingPlan:
     """The graphs that a load would compile and the memory it would allocate: pure data."""
 
-    backend: str
-    format: str
-    """Name of the artifact's format, as `artifacts.formats` calls it."""
-    graphs: tuple[Graph, ...]
+    graphs: tuple[PlannedGraph, ...]
     """Empty: nothing is compiled."""
     estimated_compile_s: float
     """Rough, see `COMPILE_BASIS`; 0 where nothing is compiled."""
     memory: CoreMemory | None
     """Bytes per core; None: sizes of the model are not known."""
-    device: DeviceInfo
     arguments: LibraryArguments | None
     """All arguments of the library; None with the cpu backend."""
 
@@ -165,22 +160,19 @@ def _with_defaults(case: Case, chosen: Filled) -> _Filled:
     return _Filled(case, filled, chosen, wrong)
 
 
-def make_plan(case: Case, *, artifact_format: str = "huggingface") -> ServingPlan:
+def make_plan(case: Case) -> ServingPlan:
     """Return the plan of a case whose options `assess` has filled in."""
     planned = tuple(graphs(case))
     return ServingPlan(
-        backend=case.backend,
-        format=artifact_format,
         graphs=planned,
         estimated_compile_s=60.0 * compile_minutes(planned, case.model, case.draft),
         memory=memory.core_memory(case),
-        device=case.device,
         arguments=None if case.on_cpu else library_arguments(case),
     )
 
 
 def compile_minutes(
-    planned: Iterable[Graph], facts: ModelFacts, draft: ModelFacts | None = None
+    planned: Iterable[PlannedGraph], facts: ModelFacts, draft: ModelFacts | None = None
 ) -> float:
     """Return the minutes that compiling takes without a cache; rough, see `COMPILE_BASIS`.
 
@@ -204,7 +196,7 @@ def stored_findings(case: Case) -> Iterable[Finding]:
     return () if case.neuron is None else case.neuron.stored_findings(case)
 
 
-def graphs(case: Case) -> Iterable[Graph]:
+def graphs(case: Case) -> Iterable[PlannedGraph]:
     """Return the graphs that a load compiles, a draft model's included; none on a CPU or before n_positions is set."""
     if case.neuron is None or case.options.max_model_len is None:
         return ()

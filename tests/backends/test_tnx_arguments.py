@@ -21,7 +21,7 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.compiled import load_plan
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning import machines
-from djl_python_neuronx.planning.arguments import Graph, LibraryArguments
+from djl_python_neuronx.planning.arguments import LibraryArguments, PlannedGraph
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
@@ -78,7 +78,7 @@ def compiled(model: Any) -> set[tuple[str, int]]:
     return graphs | {(kind, length) for kind in kinds for length in model.token_buckets}
 
 
-def own(graphs: Iterable[Graph]) -> set[tuple[str, int]]:
+def own(graphs: Iterable[PlannedGraph]) -> set[tuple[str, int]]:
     return {(graph.kind, graph.bucket) for graph in graphs if not graph.kind.startswith("draft")}
 
 

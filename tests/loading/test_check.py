@@ -104,7 +104,7 @@ def test_every_recipe_is_ready(environ, laptop, recipe, named):
     assert report.findings.messages("error") == ()
     assert report.findings.messages("warning") == ()
     assert told is None or any(told in note for note in report.findings.messages("note"))
-    assert report.prepared.planned.backend == loader
+    assert report.prepared.backend == loader
     assert report.prepared.planned.memory.fits
     assert bool(report.prepared.planned.graphs) == (loader != "cpu")
     assert (
@@ -146,7 +146,7 @@ def test_a_broken_file_prints_all_its_errors_at_once(process, laptop, capsys, pa
 def test_a_folder_without_weights_is_planned_with_a_warning(tmp_path, laptop):
     report = run(folder(tmp_path))
     assert report.ok
-    assert report.prepared.planned.backend == "cpu"
+    assert report.prepared.backend == "cpu"
     (warning,) = report.findings.messages("warning")
     assert "no weights" in warning
     assert "Only the plan is checked" in warning
@@ -221,6 +221,7 @@ def test_threads_have_a_limit(laptop, threads, ok):
 def test_a_plan_that_is_valid_can_be_loaded(laptop, loader):
     told = as_json(run(TINY, machine="inf2.xlarge", model_loader=loader))
     assert (told["ok"], told["loadable"]) == (True, True)
+    assert told["plan"]["format"] == "huggingface"
     assert not as_json(run(TINY, n_positions="x"))["loadable"]
 
 
@@ -385,7 +386,7 @@ def test_a_target_that_is_nothing(target):
 def test_a_hub_id_is_a_target(environ, laptop):
     report = run("meta-llama/Meta-Llama-3-8B", environ, "inf2.xlarge", max_rolling_batch_size="4")
     assert report.findings.messages("error") == ()
-    assert report.prepared.planned.backend == "nxdi"
+    assert report.prepared.backend == "nxdi"
     assert report.prepared.case.model.num_parameters == 8_030_261_248
 
 
@@ -475,7 +476,7 @@ def test_which_loader_is_planned_for(
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: here)
     config = json.loads((TINY / "config.json").read_text()) | {"model_type": model}
     report = run(folder(tmp_path, config=config), machine=machine, **options)
-    assert report.prepared.planned.backend == loader
+    assert report.prepared.backend == loader
     needed = names.get(loader)
     # On the machine that is to serve, a missing library is worth a warning; elsewhere it is a note.
     serves_here = here is INF2 and machine is None
@@ -488,7 +489,7 @@ def test_what_one_library_knows_is_planned_for_it(tmp_path, laptop):
     config = json.loads((MODELS / "qwen2.5-32b.json").read_text())
     report = run(folder(tmp_path, config=config), machine="inf2.48xlarge")
     assert report.findings.messages("error") == ()
-    assert report.prepared.planned.backend == "nxdi"
+    assert report.prepared.backend == "nxdi"
 
 
 @pytest.mark.parametrize(
@@ -497,7 +498,7 @@ def test_what_one_library_knows_is_planned_for_it(tmp_path, laptop):
 )
 def test_the_machine_that_is_assumed_suits_the_degree(tmp_path, laptop, degree, assumed):
     report = run(folder(tmp_path), tensor_parallel_degree=degree)
-    assert report.prepared.planned.device.instance_type.startswith(assumed)
+    assert report.prepared.case.device.instance_type.startswith(assumed)
     assert any(
         "no Neuron device here" in note and assumed in note
         for note in report.findings.messages("note")
@@ -846,7 +847,7 @@ def test_a_model_in_s3_is_a_target(laptop):
         keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
         report = run("s3://bucket/gpt2", keys, "inf2.xlarge")
     assert report.findings.messages("error") == ()
-    assert report.prepared.planned.backend == "tnx"
+    assert report.prepared.backend == "tnx"
     assert [path for _, path, _ in log] == ["/bucket/gpt2/config.json"]
 
 
@@ -988,7 +989,7 @@ class TestDraftModel:
         degrees = {"tensor_parallel_degree": "8", "draft_model_tp_size": "32"}
         report = run(target, **named, **degrees)
         assert report.findings.messages("error") == ()
-        assert report.prepared.planned.device.instance_type == "trn1.32xlarge"
+        assert report.prepared.case.device.instance_type == "trn1.32xlarge"
 
 
 def test_drafts_that_are_looked_up_and_prompts_in_chunks(both):
@@ -1043,7 +1044,7 @@ class TestLimit:
         text = "option.env=NEURON_RT_NUM_CORES=4,HF_TOKEN=secret\n"
         (Path(target) / "serving.properties").write_text(text)
         report = run(target, {"NEURON_RT_NUM_CORES": "8"}, "inf2.48xlarge", **LLAMA)
-        assert report.prepared.planned.device.visible_cores == 4
+        assert report.prepared.case.device.visible_cores == 4
         (note,) = (note for note in report.findings.messages("note") if "NEURON_RT" in note)
         assert "NEURON_RT_NUM_CORES=4 (option.env, " in note
         assert "serving.properties line 1" in note
@@ -1052,14 +1053,14 @@ class TestLimit:
     @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])
     def test_an_odd_one_is_left_aside_with_a_warning(self, both, name):
         report = run(both[0], {name: "7-"}, "inf2.48xlarge", **LLAMA)
-        assert report.prepared.planned.device.visible_cores == 24
+        assert report.prepared.case.device.visible_cores == 24
         assert any(
             f"{name}=7- is ignored" in warning for warning in report.findings.messages("warning")
         )
 
     def test_all_cores_are_no_limit(self, both):
         report = run(both[0], {"NEURON_RT_NUM_CORES": "0"}, "inf2.48xlarge", **LLAMA)
-        assert report.prepared.planned.device.visible_cores == 24
+        assert report.prepared.case.device.visible_cores == 24
         assert not any("NEURON_RT" in told.message for told in report.findings)
 
     def test_a_cpu_has_none(self, laptop):

@@ -98,7 +98,7 @@ def test_an_output_that_model_id_names_keeps_its_pins(tmp_path, at_hand):
     assert (options.n_positions, options.max_rolling_batch_size) == (64, 3)
     assert not options.trust_remote_code
     assert report.resolved.origins["n_positions"] == f"what {path} was compiled for"
-    assert report.prepared.planned.backend == "cpu"
+    assert report.prepared.backend == "cpu"
     other = run(tmp_path / "other", model_id=str(path), n_positions="128").resolved.options
     assert (other.n_positions, other.max_rolling_batch_size) == (128, 3)
 
@@ -123,7 +123,7 @@ def test_what_nobody_sets_is_what_the_folder_was_compiled_for(tmp_path, at_hand,
     report = run(path, machine=machine)
     assert report.findings.messages("error") == ()
     assert report.resolved.options.tensor_parallel_degree == 2
-    assert report.prepared.planned.device.instance_type == "inf2.48xlarge"
+    assert report.prepared.case.device.instance_type == "inf2.48xlarge"
     other = run(path, machine=machine, tensor_parallel_degree="8")
     assert "tensor_parallel_degree: compiled 2, wanted 8" in other.findings.messages("error")[0]
     assert mismatches(other) == {"tensor_parallel_degree"}
@@ -252,7 +252,7 @@ def test_nxdis_record_is_served_as_it_was_compiled(tmp_path, at_hand):
     report = run(path, machine=INSTANCE)
     assert report.findings.messages("error") == ()
     assert report.prepared.fits
-    assert report.prepared.planned.backend == "nxdi"
+    assert report.prepared.backend == "nxdi"
     config = report.prepared.planned.arguments.neuron_config
     assert (config["fused_qkv"], config["a_later_flag"]) == (True, True)
     assert config["on_device_sampling_config"]["global_topk"] == 8

@@ -15,7 +15,7 @@ from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import (
-    Graph,
+    PlannedGraph,
     assess,
     compile_minutes,
     graph_options,
@@ -50,11 +50,11 @@ def options_with(**values):
 
 
 def prefill(*buckets, rows=1, kind="prefill"):
-    return [Graph(kind, bucket, rows) for bucket in buckets]
+    return [PlannedGraph(kind, bucket, rows) for bucket in buckets]
 
 
 def decode(*buckets, rows=4, kind="decode"):
-    return [Graph(kind, bucket, rows) for bucket in buckets]
+    return [PlannedGraph(kind, bucket, rows) for bucket in buckets]
 
 
 CHUNKS = {"enable_chunked_prefill": True, "context_length_estimate": (16, 128)}
@@ -195,7 +195,7 @@ def test_no_graph_is_told_before_lengths_are_known():
 
 def test_compiling_takes_longer_for_more_graphs_and_more_layers():
     small, large = facts("llama-3-8b"), facts("llama-3-70b")
-    one = [Graph("decode", 128, 8)]
+    one = [PlannedGraph("decode", 128, 8)]
     assert compile_minutes([], small) == 0
     assert compile_minutes(10 * one, small) == pytest.approx(10 * compile_minutes(one, small))
     ratio = compile_minutes(one, large) / compile_minutes(one, small)
@@ -206,23 +206,20 @@ def test_compiling_takes_longer_for_more_graphs_and_more_layers():
 
 def test_a_draft_models_graphs_take_as_long_as_it_is_deep():
     small, large = facts("llama-3-8b"), facts("llama-3-70b")
-    own, drafts = Graph("speculation", 128, 8), Graph("draft decode", 128, 8)
+    own, drafts = PlannedGraph("speculation", 128, 8), PlannedGraph("draft decode", 128, 8)
     both = compile_minutes([own, drafts], large, small)
     assert both == pytest.approx(compile_minutes([own], large) + compile_minutes([drafts], small))
     assert compile_minutes([drafts], large) == compile_minutes([own], large)
 
 
 def test_a_model_of_unknown_depth_has_an_estimate_too():
-    assert compile_minutes([Graph("decode", 128, 8)], ModelFacts()) > 0
+    assert compile_minutes([PlannedGraph("decode", 128, 8)], ModelFacts()) > 0
 
 
 @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
 def test_the_plan_of_a_neuron_loader(loader):
     device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
-    plan = make_plan(
-        Case(options_with(), known, device, NEURON_BACKENDS.get(loader)), artifact_format="split"
-    )
-    assert (plan.backend, plan.format, plan.device) == (loader, "split", device)
+    plan = make_plan(Case(options_with(), known, device, NEURON_BACKENDS.get(loader)))
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
     alone = memory.needed(
         known,

@@ -11,8 +11,8 @@ from math import ceil, log2
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import SMALLEST_BUCKET
 from djl_python_neuronx.planning.arguments import (
-    Graph,
     LibraryArguments,
+    PlannedGraph,
     degree_of,
     environment_of,
     handed_through,
@@ -47,7 +47,7 @@ def write_arguments(case: Case) -> LibraryArguments:
     return arguments
 
 
-def graphs(case: Case) -> Iterator[Graph]:
+def graphs(case: Case) -> Iterator[PlannedGraph]:
     """Return the graphs that the library compiles.
 
     Source: neuronx-distributed-inference 0.9, modules/autobucketing.py: a prefill graph for each context length; a
@@ -55,10 +55,10 @@ def graphs(case: Case) -> Iterator[Graph]:
     """
     options, slots = case.effective, case.slots
     rows = 1 if case.continuous_batching else slots
-    yield from (Graph("prefill", prompt, rows) for prompt in _prompts(case))
+    yield from (PlannedGraph("prefill", prompt, rows) for prompt in _prompts(case))
     lengths = options.token_buckets or library_buckets(options.max_model_len or 1)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
-        yield from (Graph("decode", length, size) for length in lengths)
+        yield from (PlannedGraph("decode", length, size) for length in lengths)
 
 
 def library_buckets(limit: int) -> list[int]:

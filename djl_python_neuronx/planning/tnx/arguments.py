@@ -12,8 +12,8 @@ from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
 from djl_python_neuronx.planning.arguments import (
-    Graph,
     LibraryArguments,
+    PlannedGraph,
     blocks_of,
     degree_of,
     draft_lengths,
@@ -66,7 +66,7 @@ def write_arguments(case: Case) -> LibraryArguments:
     )
 
 
-def graphs(case: Case) -> Iterator[Graph]:
+def graphs(case: Case) -> Iterator[PlannedGraph]:
     """Yield the graphs that the library compiles, and those of a draft model.
 
     A prefill graph for each context length and a decode graph for each token length; with continuous batching a
@@ -80,18 +80,18 @@ def graphs(case: Case) -> Iterator[Graph]:
     prompts = arguments.constructor.get("context_length_estimate", ())
     if engine := arguments.calls.get("init_cache_engine"):
         for blocks in sorted({length * slots // engine["block_size"] for length in lengths}):
-            yield from (Graph("mixed", tokens, blocks) for tokens in prompts)
+            yield from (PlannedGraph("mixed", tokens, blocks) for tokens in prompts)
     else:
         rows = 1 if "continuous_batching" in arguments.neuron_config else slots
-        yield from (Graph("prefill", prompt, rows) for prompt in prompts)
-        yield from (Graph("decode", length, slots) for length in lengths)
+        yield from (PlannedGraph("prefill", prompt, rows) for prompt in prompts)
+        yield from (PlannedGraph("decode", length, slots) for length in lengths)
         if "enable_speculative_decoder" in arguments.calls:
-            yield from (Graph("speculation", length, slots) for length in lengths)
+            yield from (PlannedGraph("speculation", length, slots) for length in lengths)
     if case.options.drafting:
         # A draft model has its own options, and only architectures with continuous batching can be one.
         prompts, lengths = draft_lengths(case.options)
-        yield from (Graph("draft prefill", prompt, 1) for prompt in prompts)
-        yield from (Graph("draft decode", length, slots) for length in lengths)
+        yield from (PlannedGraph("draft prefill", prompt, 1) for prompt in prompts)
+        yield from (PlannedGraph("draft decode", length, slots) for length in lengths)
 
 
 def fill(case: Case, positions: int, slots: int) -> Filled:
