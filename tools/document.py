@@ -17,10 +17,11 @@ from itertools import pairwise
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
-from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import IGNORED, NOT_SERVED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.values import Option
 from djl_python_neuronx.planning.capabilities import Capability
+from djl_python_neuronx.planning.case import NeuronBackend
 from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
@@ -51,8 +52,9 @@ Lists are written `256,512,1024`, as JSON or as a Python literal; objects as JSO
 *Not set* means that the library chooses the value, or that it is derived from the model and the machine where the text
 says so. The last lines of an option name its equivalent in transformers-neuronx (TNX) and in NxD Inference (NxDI): a
 keyword, `keyword.field`, a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option
-that only changes speed or memory is *ignored*, with a note, and any other is an *error*. The cpu backend ignores
-options of the libraries.
+that only changes speed or memory is *ignored*, with a note, and any other is an *error*. *Later* means that a later
+version serves the option with this library: until then it is an error, or has no effect without one that is. The cpu
+backend ignores options of the libraries.
 """
 
 _VARIABLES_HEAD = """\
@@ -276,11 +278,18 @@ def equivalents(name: str) -> str:
     marker = option(name)
     missing = f"not supported ({'ignored' if marker.tunes else 'error'})"
     return "; ".join(
-        f"{NEURON_BACKENDS[backend].library}: "
-        f"{f'`{marker.to[backend]}`' if backend in marker.to else missing}"
-        for backend in reversed([*NEURON_BACKENDS])
+        f"{facts.library}: {_equivalent(marker.to[backend], name, facts)}"
+        if backend in marker.to
+        else f"{facts.library}: {missing}"
+        for backend, facts in reversed([*NEURON_BACKENDS.items()])
         if marker.to
     )
+
+
+def _equivalent(words: str, name: str, facts: NeuronBackend) -> str:
+    """A library's name of an option; of one that a later version serves, or that only accompanies one, that too."""
+    needed_by = {other for later in facts.later for other in NOT_SERVED[later].needed_by}
+    return f"later (`{words}`)" if name in needed_by.union(facts.later) else f"`{words}`"
 
 
 def _documented(group: type) -> Iterator[tuple[str, str]]:

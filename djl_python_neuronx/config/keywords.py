@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Level
-from djl_python_neuronx.config.legacy import NOT_SERVED
+from djl_python_neuronx.config.legacy import NOT_SERVED, UNSUPPORTED
 from djl_python_neuronx.config.options import NAMES, SECTIONS, option, parse_value
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.config.values import make_buckets, truth
@@ -108,7 +108,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     "sparse_attn": (None, "it is an object, which a file cannot hold"),
     "lora_config": (None, "adapters are not served"),
     "is_eagle_target": (False, _LATER),
-    **{name: (harmless, _LATER) for name, harmless in NOT_SERVED.items()},
+    **{name: (row.harmless, _LATER) for name, row in NOT_SERVED.items() if name in UNSUPPORTED},
 }
 """Keyword to the one value that changes nothing, and why any other is refused."""
 _NO_EFFECT: Mapping[str, object] = {

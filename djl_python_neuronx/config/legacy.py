@@ -1,14 +1,16 @@
 """Names that are not options: those of the old engine, DJL Serving's own, and those of features to come.
 
-Four tables: names without effect, keywords of NxD Inference that are not served yet, unsupported names, and keys that
-DJL Serving reads without the prefix.
+Four tables: names without effect, what is not served yet with NxD Inference, unsupported names, and keys that DJL
+Serving reads without the prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+from djl_python_neuronx.config.options import NAMES
 
 
 @dataclass(frozen=True)
@@ -56,24 +58,37 @@ IGNORED: Final[Mapping[str, str]] = {
 }
 """Name without effect, to the reason."""
 
-NOT_SERVED: Final[Mapping[str, object]] = {
-    **dict.fromkeys(("enable_eagle_speculation", "eagle_rolling_buffer_kernel_enabled"), False),
-    **dict.fromkeys(("enable_eagle_draft_input_norm", "is_eagle3"), False),
-    **dict.fromkeys(("is_prefix_caching", "is_medusa"), False),
-    **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), 0),
-    **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), False),
-    **dict.fromkeys(("prefix_buckets", "token_tree_config", "medusa_tree"), None),
-    **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), None),
-    **dict.fromkeys(("modules_to_not_convert", "draft_model_modules_to_not_convert"), None),
-    **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), None),
-    **dict.fromkeys(("quantization_scale_dtype", "quantization_type"), None),
-    "quantized_checkpoints_path": None,
-    "disable_kv_cache_tiling": False,
-}
-"""Keywords of NxD Inference that a later version has as options, to the value that asks for nothing.
 
-Each has an effect with prefix caching, the library's own speculation or its own quantisation only.
-"""
+class NotServed(NamedTuple):
+    """Something that NxD Inference has, and that a later version serves with it."""
+
+    harmless: object = None
+    """The value that asks for nothing."""
+    needed_by: tuple[str, ...] = ()
+    """Options that have no effect without it."""
+
+
+_SWITCH = NotServed(harmless=False)
+NOT_SERVED: Final[Mapping[str, NotServed]] = {
+    # Options, which transformers-neuronx serves.
+    **dict.fromkeys(("quantize", "kv_cache_quantize"), NotServed()),
+    "speculative_draft_model": NotServed(needed_by=("speculative_length", "draft_model_tp_size")),
+    "is_block_kv_layout": NotServed(needed_by=("pa_block_size", "pa_num_blocks")),
+    # Keywords: of prefix caching, the library's own speculation and its own quantisation.
+    **dict.fromkeys(("enable_eagle_speculation", "eagle_rolling_buffer_kernel_enabled"), _SWITCH),
+    **dict.fromkeys(("enable_eagle_draft_input_norm", "is_eagle3"), _SWITCH),
+    **dict.fromkeys(("is_prefix_caching", "is_medusa"), _SWITCH),
+    **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), NotServed(harmless=0)),
+    **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), _SWITCH),
+    **dict.fromkeys(("prefix_buckets", "token_tree_config", "medusa_tree"), NotServed()),
+    **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), NotServed()),
+    **dict.fromkeys(("modules_to_not_convert", "draft_model_modules_to_not_convert"), NotServed()),
+    **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), NotServed()),
+    **dict.fromkeys(("quantization_scale_dtype", "quantization_type"), NotServed()),
+    "quantized_checkpoints_path": NotServed(),
+    "disable_kv_cache_tiling": _SWITCH,
+}
+"""Features of NxD Inference that a later version serves, by option or, without one, by the library's keyword."""
 
 _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()
@@ -81,7 +96,7 @@ _ANY = Unsupported()
 UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     **dict.fromkeys(("enable_lora", "use_stable_diffusion", "enable_stateful_sessions"), _OFF),
     "adapters": _ANY,
-    **dict.fromkeys((*NOT_SERVED, "enable_prefix_caching"), _OFF),
+    **{name: _OFF for name in (*NOT_SERVED, "enable_prefix_caching") if name not in NAMES},
 }
 """Unsupported names."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
+from djl_python_neuronx.config.legacy import NOT_SERVED
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
@@ -20,16 +21,8 @@ _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
 _PART = "it is part of the decode kernel"
 _RESIDUALS = "no kernel adds residuals while tokens are divided among the cores"
-LATER = (
-    "quantize",
-    "kv_cache_quantize",
-    "speculative_draft_model",
-    "is_block_kv_layout",
-)
-"""Options that transformers-neuronx serves, and this version does not with NxD Inference. No other rule is about them.
-
-Those that only NxD Inference has are in `config.legacy.NOT_SERVED`.
-"""
+LATER = tuple(name for name in NOT_SERVED if name in ServingOptions.model_fields)
+"""Options that transformers-neuronx serves, and a later version with NxD Inference. No other rule is about them."""
 
 
 def _degree(options: ServingOptions) -> int:
