@@ -23,6 +23,6 @@ serve)
     fi
     exec djl-neuronx serve "$@"
     ;;
-check | compile | convert | -*) exec djl-neuronx "$@" ;;
+check | compile | convert | options | completion | -*) exec djl-neuronx "$@" ;;
 *) exec "$@" ;;
 esac
