@@ -46,7 +46,6 @@ IGNORED: Final[Mapping[str, str]] = {
     "mpi_mode": "one process drives all NeuronCores of a model",
     "enable_streaming": 'set per request: "stream": true',
     "max_rolling_batch_prefill_tokens": "the prompt buckets limit a prefill",
-    "amp": "the option is dtype, as in the old engine",
     **dict.fromkeys(("waiting_steps", "cluster_size"), _NEVER),
     **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
     **dict.fromkeys(("swap_space", "disable_custom_all_reduce"), _GPU),

@@ -149,7 +149,7 @@ class GeneralOptions(OptionGroup):
     dtype: Annotated[
         AutoDtype,
         Option(
-            aliases=("torch_dtype",),
+            aliases=("torch_dtype", "amp"),
             to={"tnx": "amp", "nxdi": "torch_dtype"},
             computed=True,
             cpu=True,

@@ -106,8 +106,9 @@ class Family:
 FAMILIES: Final[Mapping[str, Family]] = {
     family.name: family
     for family in (
-        # 12: all cores of an inf2.24xlarge
-        Family("inf2", (1, 2, 4, 8, 24), used_degrees=(12,)),
+        # 12: all cores of an inf2.24xlarge. 6, 16, 20: AWS's fmbench (Mistral) and ai-on-eks-charts (Llama). On Trn1
+        # the runtime itself refers those who want "multiples of 2" to Inf2 (nrt_load_collectives, SDK 2.18).
+        Family("inf2", (1, 2, 4, 8, 24), used_degrees=(6, 12, 16, 20)),
         Family("trn1", (1, 2, 8, 16, 32)),
         Family(
             "trn2",

@@ -363,9 +363,10 @@ def smallest_fit(
     machines.sort(key=lambda machine: (machine.family != device.family, machine.memory_bytes))
     places = [(None, device, below)] if device.core_memory_bytes else []
     for name, machine, least in (*places, *((one.instance_type, one, 0) for one in machines)):
-        # The degrees that `placement` accepts.
-        legal = legal_degrees(machine.family, machine.visible_cores // load.worlds, used=True)
-        for degree in legal:
+        cores = machine.visible_cores // load.worlds
+        # The documented degrees, and all cores if guides use them.
+        offered = {cores, *legal_degrees(machine.family, cores)}
+        for degree in sorted(offered.intersection(legal_degrees(machine.family, cores, used=True))):
             if degree <= least or not can_split(model, degree, backend):
                 continue
             if _on(machine, model, load, degree, backend).roomy:

@@ -201,7 +201,7 @@ GENERAL = {
         DTYPE_BAD,
         constructor(amp="f16"),
         config(torch_dtype="float16"),
-        also=("torch_dtype",),
+        also=("torch_dtype", "amp"),
     ),
     "output_formatter": choice(
         *("json", "jsonlines", "sse", "3p", "3p_stream", "json_chat", "jsonlines_chat", "sse_chat"),

@@ -96,7 +96,11 @@ def test_all_cores_are_visible_unless_told_otherwise():
 
 @pytest.mark.parametrize(
     ("family", "cores", "degrees"),
-    [("inf2", 24, (1, 2, 4, 8, 12, 24)), ("inf2", 11, (1, 2, 4, 8)), ("trn1", 12, (1, 2, 8))],
+    [
+        ("inf2", 24, (1, 2, 4, 6, 8, 12, 16, 20, 24)),
+        ("inf2", 11, (1, 2, 4, 6, 8)),
+        ("trn1", 12, (1, 2, 8)),
+    ],
 )
 def test_degrees_that_guides_use_beside_them(family, cores, degrees):
     assert legal_degrees(family, cores, used=True) == degrees

@@ -718,7 +718,7 @@ BATCHES = [
 ]
 CORES = [
     Row(
-        DEGREE, "error", says="1, 2, 4, 8, 12 and 24 on inf2", breaks={DEGREE: 6}, mends={DEGREE: 8}
+        DEGREE, "error", says="8, 12, 16, 20 and 24 on inf2", breaks={DEGREE: 3}, mends={DEGREE: 8}
     ),
     Row(
         DEGREE, "error", says="on trn1", breaks={DEGREE: 4, "device": TRN1}, mends={"device": INF2}
