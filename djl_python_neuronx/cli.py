@@ -249,10 +249,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         from djl_python_neuronx.config.resolve import read_settings
         from djl_python_neuronx.loading.check import check_all
         from djl_python_neuronx.loading.situation import Purpose
-        from djl_python_neuronx.server.app import serve
         from djl_python_neuronx.server.http import tls_context
         from djl_python_neuronx.server.keys import read_keys
         from djl_python_neuronx.server.models import Load, Model
+        from djl_python_neuronx.server.process import serve
     except ImportError as error:
         if (error.name or "").partition(".")[0] == __package__:
             raise  # a bug of this package: no installation helps

@@ -85,7 +85,9 @@ def test_options_of_the_command_line(pairs, expected):
     ],
 )
 def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
-    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    app = pytest.importorskip(
+        "djl_python_neuronx.server.process", reason="needs the `server` extra"
+    )
     from djl_python_neuronx.service import Service
 
     given = {}
@@ -118,7 +120,9 @@ def folder_of(path, *lines):
 @pytest.fixture
 def serve_several(monkeypatch):
     """Run `serve` with folders; what it would load, and their placement or its error."""
-    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    app = pytest.importorskip(
+        "djl_python_neuronx.server.process", reason="needs the `server` extra"
+    )
     pytest.importorskip("torch", reason="needs the `cpu` extra")
     from djl_python_neuronx.service import Service
 
@@ -154,7 +158,9 @@ def test_several_folders_are_served_side_by_side(serve_several, tmp_path):
 
 def test_the_name_of_a_model_from_a_uri_holds_no_credentials(monkeypatch):
     """`/ping` shows it while the model loads."""
-    app = pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
+    app = pytest.importorskip(
+        "djl_python_neuronx.server.process", reason="needs the `server` extra"
+    )
     names = []
     monkeypatch.setattr(app, "serve", lambda loads, **_: names.extend(m.names for m in loads) or 0)
     assert cli.main(["serve", "s3://AKIADUMMY:DUMMY@bucket"]) == 0
@@ -181,7 +187,7 @@ def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, 
 
 
 def test_keys_are_read_again_with_the_models(serve_several, tmp_path, monkeypatch):
-    from djl_python_neuronx.server import app
+    from djl_python_neuronx.server import process as app
     from djl_python_neuronx.server.keys import read_keys
 
     file = tmp_path / "keys"
@@ -204,13 +210,13 @@ def test_keys_are_read_again_with_the_models(serve_several, tmp_path, monkeypatc
 
 
 def test_only_a_missing_library_is_told_as_one(monkeypatch):
-    pytest.importorskip("djl_python_neuronx.server.app", reason="needs the `server` extra")
-    monkeypatch.delitem(sys.modules, "djl_python_neuronx.server.app")
+    pytest.importorskip("djl_python_neuronx.server.process", reason="needs the `server` extra")
+    monkeypatch.delitem(sys.modules, "djl_python_neuronx.server.process")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match="needs uvicorn; install it"):
         cli._serve(argparse.Namespace())
-    monkeypatch.setitem(sys.modules, "djl_python_neuronx.server.app", None)
-    with pytest.raises(ImportError, match=r"djl_python_neuronx\.server\.app"):
+    monkeypatch.setitem(sys.modules, "djl_python_neuronx.server.process", None)
+    with pytest.raises(ImportError, match=r"djl_python_neuronx\.server\.process"):
         cli._serve(argparse.Namespace())
 
 

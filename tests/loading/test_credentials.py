@@ -129,7 +129,7 @@ def test_endpoints(name, url, tmp_path, caplog):
 def test_the_command_line(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A server that stops ends its process half a minute later if that still runs, as this one does.
-    monkeypatch.setattr("djl_python_neuronx.server.app.Server._end_late", lambda _server: None)
+    monkeypatch.setattr("djl_python_neuronx.server.process.Server._end_late", lambda _server: None)
     with suppress(SystemExit):
         assert cli.main(arguments) == 1
     printed = capsys.readouterr()

@@ -16,11 +16,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
-from djl_python_neuronx.server.app import (  # noqa: E402
-    Application,
-    Server,
-)
+from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
+from djl_python_neuronx.server.process import Server  # noqa: E402
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
 from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402

@@ -27,11 +27,12 @@ from djl_python_neuronx import cli  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
 from djl_python_neuronx.config.sources import API_KEYS  # noqa: E402
 from djl_python_neuronx.errors import ConfigError, UnauthorizedError  # noqa: E402
-from djl_python_neuronx.server import app, http, keys  # noqa: E402
-from djl_python_neuronx.server.app import Application, Server, create_app  # noqa: E402
+from djl_python_neuronx.server import http, keys, process  # noqa: E402
+from djl_python_neuronx.server.app import Application, create_app  # noqa: E402
 from djl_python_neuronx.server.http import PROBES, tls_context  # noqa: E402
 from djl_python_neuronx.server.keys import read_keys  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
+from djl_python_neuronx.server.process import Server  # noqa: E402
 from djl_python_neuronx.server.responses import error_response  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import log_load_failure, setup_logging  # noqa: E402
@@ -100,7 +101,7 @@ class TestCloudWatch:
     def test_lines_add_up_to_the_metrics(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(app, "LOG_METRICS_S", 0)
+        monkeypatch.setattr(process, "LOG_METRICS_S", 0)
         setup_logging()
         seen: list[dict[tuple[str, str, str], float]] = []
 
@@ -137,7 +138,7 @@ class TestCloudWatch:
     def test_without_a_namespace_there_are_none(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(app, "LOG_METRICS_S", 0)
+        monkeypatch.setattr(process, "LOG_METRICS_S", 0)
         looked = threading.Event()
         log_metrics = Application.log_metrics
 
@@ -271,7 +272,7 @@ class TestKeys:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         given: dict[str, Any] = {}
-        monkeypatch.setattr(app, "serve", lambda load, **more: given.update(more) or 0)
+        monkeypatch.setattr(process, "serve", lambda load, **more: given.update(more) or 0)
         monkeypatch.setenv(API_KEYS, OTHER)
         (tmp_path / "keys").write_text(KEY)
         command = ["serve", str(tmp_path), "-o", f"api_key_file={tmp_path / 'keys'}"]
@@ -630,7 +631,7 @@ class TestTls:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         given: dict[str, Any] = {}
-        monkeypatch.setattr(app, "serve", lambda load, **more: given.update(more) or 0)
+        monkeypatch.setattr(process, "serve", lambda load, **more: given.update(more) or 0)
         command = ["serve", str(tmp_path), "--ssl-certfile", files["chain"]]
         assert cli.main([*command, "--ssl-keyfile", files["key"]]) == 0
         assert isinstance(given["tls"], ssl.SSLContext)
@@ -660,7 +661,7 @@ def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
     monkeypatch.setattr(Server, "run", run)
     more: dict[str, Any] = {"host": "127.0.0.1", "port": 8443, "drain_s": 1.0}
     loads = [{Model("toy"): load} for _ in range(2)]
-    serve = partial(app.serve, prepare=lambda: [()], **more)
+    serve = partial(process.serve, prepare=lambda: [()], **more)
     assert serve(loads[0], tls=tls, api_keys=DIGESTS) == serve(loads[1]) == 0
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)

@@ -765,7 +765,7 @@ PROGRAM = """
 import os, socket, sys, threading, time
 from dataclasses import replace
 from djl_python_neuronx.errors import BackendError
-from djl_python_neuronx.server.app import Server, serve
+from djl_python_neuronx.server.process import Server, serve
 from djl_python_neuronx.server.http import LimitedProtocol
 from djl_python_neuronx.server.models import Model
 from djl_python_neuronx.telemetry import setup_logging
