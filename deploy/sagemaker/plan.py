@@ -7,7 +7,7 @@ import math
 import posixpath
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -174,11 +174,10 @@ def _model_bytes(prepared: Prepared) -> int:
         raise ConfigError(msg)
     whole = case.model.num_parameters * (2 if case.model.dtype in HALF else 4)
     whole += 4 * (case.draft.num_parameters or 0) if case.draft else 0
-    short = replace(memory.Load.of(case), num_slots=1, max_model_len=1)  # hardly any KV cache
-    share = memory.needed(
-        case.model, short, degree=case.degree, core_memory_bytes=0, backend=case.backend
-    )
-    return max(whole, (share.weights + share.padding) * case.degree)
+    short = case.with_options(n_positions=1, max_rolling_batch_size=1)  # hardly any KV cache
+    share = memory.core_memory(short)
+    cut = 0 if share is None else share.weights + share.padding
+    return max(whole, cut * case.degree)
 
 
 def timeouts(planned: Plan, *, downloads_itself: bool) -> dict[str, int]:

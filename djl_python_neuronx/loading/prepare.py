@@ -110,8 +110,7 @@ class Prepared:
         """The cores of each copy, those of a draft model included."""
         options, cores = self.options, 0
         if not self.case.on_cpu:
-            groups = options.pipeline_parallel_degree * options.ep_degree
-            cores = max(self.case.degree * groups, self.process_cores)
+            cores = max(self.case.degree * self.case.worlds, self.process_cores)
         return Need(self.name, cores, options.replicas)
 
     @property

@@ -168,6 +168,20 @@ class Case:
         return self.options.max_rolling_batch_size or 1
 
     @property
+    def draft_degree(self) -> int | None:
+        """Cores that share the draft model, from the model's first one on; None: as many as share the model."""
+        return self.options.draft_model_tp_size if self.effective.drafting else None
+
+    @property
+    def worlds(self) -> int:
+        """Tensor parallel groups: one for each pipeline stage of each group of experts."""
+        return self.options.pipeline_parallel_degree * self.options.ep_degree
+
+    def indivisible(self, degree: int) -> str | None:
+        """Name the condition on a degree that it breaks, see `Capability.indivisible`; None if it breaks none."""
+        return None if self.capability is None else self.capability.indivisible(self.model, degree)
+
+    @property
     def host_memory(self) -> int:
         """Bytes of the host's memory for each copy on a CPU; 0 if unknown: of a Neuron machine it is the devices'."""
         copies = self.options.replicas
@@ -179,11 +193,15 @@ class Case:
         """True if other models, or other copies of this one, are served from cores of the same machine."""
         return self.among_others or self.options.replicas != 1
 
+    @property
+    def windowed_cache(self) -> bool:
+        """True if the KV cache is only as long as the model's sliding window."""
+        return self.capability is not None and self.capability.window_cache
+
     @cached_property
     def rolling_cache(self) -> bool:
         """True if the KV cache is a ring as long as the model's sliding window, which sequences outgrow."""
-        windowed = self.capability is not None and self.capability.window_cache
-        return windowed and sequences_beyond_window(self.options, self.model)
+        return self.windowed_cache and sequences_beyond_window(self.options, self.model)
 
     @cached_property
     def shortest_prompt_graph(self) -> int:

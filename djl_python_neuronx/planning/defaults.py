@@ -72,7 +72,6 @@ class _Room:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.load = memory.Load.of(case.with_options(n_positions=1, max_rolling_batch_size=1))
 
     @property
     def known(self) -> bool:
@@ -83,14 +82,14 @@ class _Room:
         return model.num_parameters is not None and device.core_memory_bytes > 0
 
     def on_core(self, degree: int, positions: int, slots: int) -> memory.CoreMemory:
-        """Return the memory of one NeuronCore; only if sizes are known."""
-        return memory.needed(
-            self.case.model,
-            replace(self.load, max_model_len=positions, num_slots=slots),
-            degree=degree,
-            core_memory_bytes=self.case.device.core_memory_bytes,
-            backend=self.case.backend,
+        """Return the memory of one NeuronCore, whether there are as many or not; only if sizes are known."""
+        found = memory.core_memory(
+            self.case.with_options(
+                tensor_parallel_degree=degree, n_positions=positions, max_rolling_batch_size=slots
+            )
         )
+        assert found is not None  # noqa: S101  (see `known`)
+        return replace(found, possible=True)
 
     def fits(self, degree: int, positions: int, slots: int) -> bool:
         """Return whether it fits with memory to spare, or sizes are not known."""
@@ -113,10 +112,9 @@ class _Room:
 
     def _fits_on_host(self, positions: int, slots: int) -> bool:
         """Return whether the cache takes at most half of the memory, and fits beside the weights."""
-        load = replace(self.load, max_model_len=positions, num_slots=slots)
-        host = self.case.host_memory
-        left = host - memory.weight_bytes(self.case.model, load) - memory.HEADROOM_BYTES
-        return memory.cache_bytes(self.case.model, load) <= min(host // 2, left)
+        case = self.case.with_options(n_positions=positions, max_rolling_batch_size=slots)
+        left = case.host_memory - memory.weight_bytes(case) - memory.HEADROOM_BYTES
+        return memory.cache_bytes(case) <= min(case.host_memory // 2, left)
 
 
 def _dtype(case: Case) -> tuple[str, str]:
@@ -146,13 +144,13 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     case = room.case
     if case.on_cpu:
         return 1, "a CPU"
-    family, cores = case.device.family, case.device.visible_cores // room.load.worlds
+    family, cores = case.device.family, case.device.visible_cores // case.worlds
     legal = legal_degrees(family, cores)
-    degrees = [degree for degree in legal if memory.can_split(case.model, degree, case.backend)]
+    degrees = [degree for degree in legal if not case.indivisible(degree)]
     if not degrees:
         return 1, "no other cores are known"
     why = f"the largest documented for {family or 'any family'} within {cores} cores"
-    if wanted := memory.indivisible(case.model, legal[-1], case.backend):
+    if wanted := case.indivisible(legal[-1]):
         why += f" and that the library takes: {legal[-1]} is not {wanted}"
     chosen = degrees[-1]
     slots = {degree: room.slots_per_core(degree, positions) for degree in degrees if room.known}
@@ -169,7 +167,7 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     if chosen < cores:
         why += f"; {cores - chosen} of {cores} cores are left over"
         used = set(legal_degrees(family, cores, used=True)).difference(legal)
-        larger = [n for n in used if n > chosen and memory.can_split(case.model, n, case.backend)]
+        larger = [n for n in used if n > chosen and not case.indivisible(n)]
         if larger:
             why += f"; guides use a larger degree: {max(larger)} is accepted with a note"
     return chosen, why

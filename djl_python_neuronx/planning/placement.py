@@ -12,15 +12,7 @@ from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.arguments import blocks_of
 from djl_python_neuronx.planning.case import Case, NeuronBackend
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo, families, legal_degrees
-from djl_python_neuronx.planning.memory import (
-    CoreMemory,
-    Load,
-    can_split,
-    core_memory,
-    indivisible,
-    savings,
-    smallest_fit,
-)
+from djl_python_neuronx.planning.memory import CoreMemory, core_memory, savings, smallest_fit
 
 _DEGREE = "tensor_parallel_degree"
 _DRAFT_DEGREE = "draft_model_tp_size"
@@ -31,14 +23,14 @@ def findings(case: Case) -> Iterator[Finding]:
     if case.neuron is None or not isinstance(case.options.tensor_parallel_degree, int):
         return
     yield from _degree(_DEGREE, case.degree, case.device)
-    if case.effective.drafting and case.options.draft_model_tp_size is not None:
-        yield from _degree(_DRAFT_DEGREE, case.options.draft_model_tp_size, case.device)
+    if case.draft_degree is not None:
+        yield from _degree(_DRAFT_DEGREE, case.draft_degree, case.device)
     yield from _cores(case)
     if case.options.logical_nc_config == 2 and case.device.family in {"inf2", "trn1"}:
         problem = f"two cores act as one from trn2 on, not on {case.device.family}; leave it out"
         yield Finding(("logical_nc_config",), problem)
-    if not can_split(case.model, case.degree, case.backend):
-        yield _indivisible(case)
+    if wanted := case.indivisible(case.degree):
+        yield _indivisible(case, wanted)
     elif case.model.num_heads and case.model.num_kv_heads and fits(case) is not False:
         yield from _padding(case, case.neuron)
     yield from _blocks(case)
@@ -99,20 +91,18 @@ def _cores(case: Case) -> Iterator[Finding]:
     if world > cores:
         problem = f"{world} NeuronCores are needed and {cores} can be used{where}; {advice}"
         if core_memory(case) is not None:
-            fit = smallest_fit(case.model, Load.of(case), device, case.backend)
+            fit = smallest_fit(case)
             problem += f" (smallest that fits: {fit})" if fit else "; no known machine holds it"
         yield Finding(tuple(factors), problem)
-    draft_degree = case.options.draft_model_tp_size if case.effective.drafting else None
-    if draft_degree is not None and draft_degree > cores:
+    if (case.draft_degree or 0) > cores:
         problem = f"{cores} NeuronCores can be used{where}; {advice}"
         yield Finding((_DRAFT_DEGREE,), problem)
 
 
-def _indivisible(case: Case) -> Finding:
+def _indivisible(case: Case, wanted: str) -> Finding:
     cores = case.device.visible_cores or max(case.degree, 1)
     degrees = legal_degrees(case.device.family, cores)
-    dividing = [degree for degree in degrees if can_split(case.model, degree, case.backend)]
-    wanted = indivisible(case.model, case.degree, case.backend)
+    dividing = [degree for degree in degrees if not case.indivisible(degree)]
     problem = (
         f"the degree must be {wanted}, for {case.library} to split a {case.model.model_type} model; set "
         f"{join_words(dividing, 'or')}"
@@ -144,7 +134,7 @@ def _padding(case: Case, neuron: NeuronBackend) -> Iterator[Finding]:
     smaller = {
         lower: less
         for lower in legal_degrees(case.device.family, degree - 1)
-        if can_split(model, lower, case.backend)
+        if not case.indivisible(lower)
         and (less := core_memory(case.with_options(tensor_parallel_degree=lower))) is not None
     }
     better = [lower for lower, less in smaller.items() if less.needed <= memory.needed]
@@ -189,8 +179,7 @@ def _memory(case: Case) -> Iterator[Finding]:
         problem = f"the parameter count of a {case.model.model_type} model is unknown, so the memory is not checked"
         yield Finding((_DEGREE,), problem, "note")
     elif memory.possible and not memory.fits:
-        load = Load.of(case)
-        fit = smallest_fit(case.model, load, case.device, case.backend, below=case.degree)
+        fit = smallest_fit(case, below=case.degree)
         ways = [f"set {saving}" for saving in savings(case)]
         if case.options.context_length_estimate:
             shorter = "and prompts (context_length_estimate) no longer than that"
@@ -202,5 +191,5 @@ def _memory(case: Case) -> Iterator[Finding]:
         else:
             advice = "no known machine holds it; use a smaller model"
         problem = f"does not fit: needs {memory.needed / GIB:.1f} GiB per core, has {memory.capacity / GIB:.1f} GiB; "
-        drafts = () if load.draft_degree is None else (_DRAFT_DEGREE,)
+        drafts = () if case.draft_degree is None else (_DRAFT_DEGREE,)
         yield Finding((*names, *drafts), problem + advice)

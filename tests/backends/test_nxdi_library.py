@@ -18,7 +18,11 @@ pytest.importorskip("transformers", reason="needs transformers")
 from safetensors import safe_open
 
 from djl_python_neuronx.backends.nxdi import model as nxdi
-from djl_python_neuronx.planning.memory import Load, can_split, needed
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.model import ModelFacts
 from tests.backends.nxdi_plans import VARIANTS, nxdi_plan
 from tests.config import library_names as real
@@ -46,9 +50,15 @@ def test_the_installed_library_takes_the_recorded_keywords(
     nxdi._check_keywords(getattr(library("models.config"), kind), dict.fromkeys(recorded))
 
 
-def load_of(directory: Path) -> tuple[ModelFacts, Load]:
+def case_of(directory: Path, degree: int, slots: int = 4) -> Case:
     config = json.loads((directory / "config.json").read_text())
-    return ModelFacts.from_config(config), Load(48, 4, "float32")
+    shape = {"n_positions": 48, "max_rolling_batch_size": slots, "dtype": "float32"}
+    return Case(
+        ServingOptions().model_copy(update={**shape, "tensor_parallel_degree": degree}),
+        ModelFacts.from_config(config),
+        DeviceInfo(None, 1, 0, 0, 8, ""),
+        NEURON_BACKENDS["nxdi"],
+    )
 
 
 def matrices(directory: Path, degree: int) -> list[int]:
@@ -96,10 +106,10 @@ def test_weights_are_counted_to_the_byte(
 ) -> None:
     model_type, settings = VARIANTS[variant]
     save_tiny_model(model_type, tmp_path, **{**settings, **changes})
-    facts, load = load_of(tmp_path)
-    weights_alone = Load(load.max_model_len, 0, load.dtype)
-    found = needed(facts, weights_alone, degree=degree, core_memory_bytes=0, backend="nxdi")
-    counted = found.weights + found.padding - vectors(model_type, facts) / degree
+    weights_alone = case_of(tmp_path, degree, slots=0)
+    found = core_memory(weights_alone)
+    assert found is not None
+    counted = found.weights + found.padding - vectors(model_type, weights_alone.model) / degree
     sizes = matrices(tmp_path, degree)
     assert len(sizes) == degree
     assert all(abs(size - counted) <= 2 for size in sizes)  # shares are rounded up
@@ -111,8 +121,7 @@ def test_degrees_that_are_refused_fail_in_the_library(
 ) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     save_tiny_model("llama", tmp_path, **sizes, hidden_size=8 * heads, intermediate_size=48)
-    facts, _ = load_of(tmp_path)
-    assert not can_split(facts, degree, "nxdi")
+    assert case_of(tmp_path, degree).indivisible(degree)
     with pytest.raises(RuntimeError, match="expected shape"):
         matrices(tmp_path, degree)
 
@@ -135,7 +144,6 @@ def test_the_cache_is_counted_to_the_byte(
 ) -> None:
     model_type, settings = VARIANTS[variant]
     save_tiny_model(model_type, tmp_path, **{**settings, **changes})
-    facts, load = load_of(tmp_path)
     config = nxdi.construct(nxdi_plan(tmp_path, tp=degree)).config
     manager = library("modules.kvcache.kv_cache_manager").KVCacheManager
     state = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
@@ -145,14 +153,9 @@ def test_the_cache_is_counted_to_the_byte(
         config, config.num_key_value_heads, sliding_window=getattr(config, "sliding_window", None)
     )
     held = sum(FLOAT32 * part.numel() for part in made.parameters())
-    without = needed(
-        facts,
-        Load(load.max_model_len, 0, "float32"),
-        degree=degree,
-        core_memory_bytes=0,
-        backend="nxdi",
-    )
-    found = needed(facts, load, degree=degree, core_memory_bytes=0, backend="nxdi")
+    without, found = (core_memory(case_of(tmp_path, degree, slots)) for slots in (0, 4))
+    assert without is not None
+    assert found is not None
     counted = found.kv_cache + found.padding - without.padding
     assert abs(counted - held / cores) <= 2  # shares are rounded up
 

@@ -22,7 +22,7 @@ from djl_python_neuronx.planning.machines import (
     legal_degrees,
     named,
 )
-from djl_python_neuronx.planning.memory import Load, can_split, core_memory, needed
+from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import graphs, library_arguments
 
@@ -62,15 +62,19 @@ def chosen(name, machine, loader="tnx", **values):
     return options.tensor_parallel_degree, options.n_positions, options.max_rolling_batch_size
 
 
+def memory_of(options, facts, device, loader, **changes):
+    """Bytes on each core, whether there are as many or not."""
+    case = Case(options, facts, device, NEURON_BACKENDS.get(loader)).with_options(**changes)
+    return replace(core_memory(case), possible=True)
+
+
 def fits(options, name, machine, loader):
-    device = named(machine)
-    return needed(
-        facts_of(name),
-        Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), NEURON_BACKENDS.get(loader))),
-        degree=options.tensor_parallel_degree,
-        core_memory_bytes=device.core_memory_bytes,
-        backend=loader,
-    ).fits
+    return memory_of(options, facts_of(name), named(machine), loader).fits
+
+
+def can_split(facts, degree, loader):
+    case = Case(ServingOptions(), facts, named("inf2.xlarge"), NEURON_BACKENDS.get(loader))
+    return case.indivisible(degree) is None
 
 
 # degree, n_positions, max_rolling_batch_size; None: no choice fits, and the smallest is filled in
@@ -146,10 +150,12 @@ class TestOnDevices:
         assert degree in legal
         if fits(options, name, machine, loader):
             return
-        smallest = Load(128, 1, options.dtype)
+        smallest = {"n_positions": 128, "max_rolling_batch_size": 1}
         sizes = (
-            needed(facts_of(name), smallest, degree=d, core_memory_bytes=16 * GIB, backend=loader)
-            for d in legal
+            memory_of(
+                options, facts_of(name), device, loader, **smallest, tensor_parallel_degree=degree
+            )
+            for degree in legal
         )
         assert all(size.needed > device.core_memory_bytes for size in sizes)
 
@@ -247,9 +253,7 @@ class TestDegree:
         # With 32 slots 2 cores would read less each, but they do not even hold the weights.
         options = filled(self.copied(19), device)
         assert options.tensor_parallel_degree == 4
-        load = Load(options.n_positions, options.max_rolling_batch_size, options.dtype)
-        core = device.core_memory_bytes
-        assert needed(self.copied(19), load, degree=4, core_memory_bytes=core, backend="tnx").roomy
+        assert memory_of(options, self.copied(19), device, "tnx").roomy
 
     def test_slots_that_are_set_decide(self):
         device = replace(named("inf2.48xlarge"), visible_cores=4)
@@ -268,13 +272,11 @@ class TestDegree:
         device = replace(named("inf2.48xlarge"), visible_cores=visible)
         facts, given = facts_of(name), {} if slots is None else {"max_rolling_batch_size": slots}
         options = filled(facts, device, loader, **given)
-        load = Load.of(Case(options, facts, device, NEURON_BACKENDS.get(loader)))
         wanted = min(facts.max_positions or 4096, 4096)
 
         def on(degree, positions, rows):
-            whole = replace(load, max_model_len=positions, num_slots=rows)
-            core = device.core_memory_bytes
-            return needed(facts, whole, degree=degree, core_memory_bytes=core, backend=loader)
+            shape = {"n_positions": positions, "max_rolling_batch_size": rows}
+            return memory_of(options, facts, device, loader, **shape, tensor_parallel_degree=degree)
 
         chosen = options.tensor_parallel_degree
         able = [
@@ -420,19 +422,9 @@ class TestSlots:
         slots = options.max_rolling_batch_size
         if slots == defaults.MAX_ROLLING_BATCH_SIZE:
             return
-        more = replace(
-            Load.of(Case(options, ModelFacts(), named("inf2.xlarge"), NEURON_BACKENDS["tnx"])),
-            num_slots=2 * slots,
-        )
-        core = named(machine).core_memory_bytes
-        found = needed(
-            facts_of(name),
-            more,
-            degree=options.tensor_parallel_degree,
-            core_memory_bytes=core,
-            backend="tnx",
-        )
-        assert found.needed > core * 0.95
+        device, more = named(machine), {"max_rolling_batch_size": 2 * slots}
+        found = memory_of(options, facts_of(name), device, "tnx", **more)
+        assert found.needed > device.core_memory_bytes * 0.95
 
 
 class TestBuckets:

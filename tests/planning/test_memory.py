@@ -16,10 +16,8 @@ from djl_python_neuronx.planning.memory import (
     HEADROOM_BYTES,
     CoreMemory,
     Fit,
-    Load,
-    can_split,
+    core_memory,
     host_bytes,
-    needed,
     savings,
     smallest_fit,
 )
@@ -35,19 +33,36 @@ def facts_of(name):
     return ModelFacts.from_config(json.loads((MODELS / f"{name}.json").read_text()))
 
 
-def case_of(options, backend="tnx"):
+def case_of(facts, backend, length, slots, degree=1, *, machine=None, draft=None, **options):
+    """Options as they are filled in; without a machine of one whose cores and memory are not known."""
+    shape = {"n_positions": length, "max_rolling_batch_size": slots, "dtype": "bfloat16"}
+    values = {**shape, "tensor_parallel_degree": degree, **options}
     return Case(
-        options,
-        ModelFacts(model_type="llama"),
-        named("inf2.48xlarge"),
+        ServingOptions().model_copy(update=values),
+        facts,
+        named(machine) if machine else DeviceInfo(None, 1, 0, 0, 8, ""),
         NEURON_BACKENDS.get(backend),
+        draft,
     )
 
 
-def total(facts, load):
+def needed(*shape, **options):
+    return core_memory(case_of(*shape, **options))
+
+
+def total(facts, length, slots, **options):
     """Bytes of all weights and of the cache on however many cores: what guides give as a model's size."""
-    whole = needed(facts, load, degree=1, core_memory_bytes=0, backend="cpu")
+    whole = needed(facts, "cpu", length, slots, **options)
     return whole.weights + whole.kv_cache
+
+
+def on_cores(degree):
+    """Options of a draft model on so many cores."""
+    return {"speculative_draft_model": "draft", "draft_model_tp_size": degree}
+
+
+def can_split(facts, degree, loader):
+    return case_of(facts, loader, 1, 1).indivisible(degree) is None
 
 
 class TestGuides:
@@ -64,12 +79,12 @@ class TestGuides:
         ],
     )
     def test_totals(self, name, tokens, gigabytes):
-        found = total(facts_of(name), Load(tokens, 1, "bfloat16"))
+        found = total(facts_of(name), tokens, 1)
         assert found / GB == pytest.approx(gigabytes, abs=0.05)
 
     def test_the_70b_example_is_weights_and_a_twentieth(self):
         """148 GB are the 141 GB of weights and a twentieth on top: our reading of a number given without its parts."""
-        weights = total(facts_of("llama-3-70b"), Load(0, 1, "bfloat16"))
+        weights = total(facts_of("llama-3-70b"), 0, 1)
         assert weights / GB == pytest.approx(148 / 1.05, abs=0.2)
 
     @pytest.mark.parametrize(
@@ -83,29 +98,25 @@ class TestGuides:
         ],
     )
     def test_the_fewest_cores(self, name, tokens, instance, degree):
-        machine = named(instance)
         for loader in ("tnx", "nxdi"):
-            fit = smallest_fit(facts_of(name), Load(tokens, 1, "bfloat16"), machine, loader)
-            assert fit == Fit(degree, None)
+            case = case_of(facts_of(name), loader, tokens, 1, machine=instance)
+            assert smallest_fit(case) == Fit(degree, None)
 
     def test_llama_3_8b_at_batch_32_is_decided_by_the_unit(self):
         """33.2 GB are less than the 34.4 GB (32 GiB) of two cores, but not with room to compute."""
-        facts, load = facts_of("llama-3-8b"), Load(4096, 32, "bfloat16")
-        assert total(facts, load) / GB == pytest.approx(33.24, abs=0.01)
-        assert total(facts, load) < 32 * GIB
-        found = needed(facts, load, degree=2, core_memory_bytes=16 * GIB, backend="nxdi")
-        assert not found.fits
-        half = replace(load, num_slots=16)
-        assert needed(facts, half, degree=2, core_memory_bytes=16 * GIB, backend="nxdi").fits
+        facts = facts_of("llama-3-8b")
+        assert total(facts, 4096, 32) / GB == pytest.approx(33.24, abs=0.01)
+        assert total(facts, 4096, 32) < 32 * GIB
+        assert not needed(facts, "nxdi", 4096, 32, 2, machine="inf2.xlarge").fits
+        assert needed(facts, "nxdi", 4096, 16, 2, machine="inf2.xlarge").fits
 
 
 class TestParts:
     LLAMA = facts_of("llama-3-8b")
     TABLE = 128256 * 4096
 
-    def parts(self, facts, degree, loader, *, slots=1, length=1024, dtype="bfloat16", **more):
-        load = Load(length, slots, dtype, **more)
-        return needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
+    def parts(self, facts, degree, loader, *, slots=1, length=1024, **more):
+        return needed(facts, loader, length, slots, degree, **more)
 
     def test_by_hand(self):
         found = self.parts(self.LLAMA, 8, "nxdi", slots=4)
@@ -128,14 +139,17 @@ class TestParts:
         positions = facts.embedding_parameters - table
         assert self.parts(facts, 1, "tnx").weights == (facts.num_parameters - positions) * 2
 
-    @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-    def test_quantised_weights_leave_embedding_and_head_alone(self, dtype):
-        found = self.parts(self.LLAMA, 1, "nxdi", weight_dtype=dtype)
+    @pytest.mark.parametrize("stored", ["static_int8", "static_fp8"])
+    def test_quantised_weights_leave_embedding_and_head_alone(self, stored):
+        found = self.parts(self.LLAMA, 1, "nxdi", quantize=stored)
         assert found.weights == (8_030_261_248 - 2 * self.TABLE) + 2 * self.TABLE * 2
 
     def test_a_quantised_cache_is_half(self):
         plain = self.parts(self.LLAMA, 1, "nxdi")
-        assert 2 * self.parts(self.LLAMA, 1, "nxdi", kv_dtype="fp8").kv_cache == plain.kv_cache
+        assert (
+            2 * self.parts(self.LLAMA, 1, "nxdi", kv_cache_quantize="fp8").kv_cache
+            == plain.kv_cache
+        )
 
     def test_float32_is_twice(self):
         plain, wide = (self.parts(self.LLAMA, 1, "nxdi", dtype=t) for t in ("float16", "float32"))
@@ -158,7 +172,9 @@ class TestParts:
         assert found.padding == -(-(heads + cache + 7 * 768 * 2) // 8)
 
     def test_pipeline_stages_share_layers_and_cache_but_not_the_tables(self):
-        whole, half = (self.parts(self.LLAMA, 1, "nxdi", stages=stages) for stages in (1, 2))
+        whole, half = (
+            self.parts(self.LLAMA, 1, "nxdi", pipeline_parallel_degree=stages) for stages in (1, 2)
+        )
         layers = (8_030_261_248 - 2 * self.TABLE) * 2
         assert whole.weights - half.weights == layers // 2
         assert whole.kv_cache == 2 * half.kv_cache
@@ -177,14 +193,27 @@ class TestParts:
         assert found.weights == alone.weights + own.weights
         assert found.kv_cache == alone.kv_cache + own.kv_cache
         assert found.padding == own.padding
-        on_two = self.parts(self.LLAMA, 8, "nxdi", draft=draft, draft_degree=2)
+        on_two = self.parts(self.LLAMA, 8, "nxdi", draft=draft, **on_cores(2))
         assert on_two.weights == alone.weights + self.parts(draft, 2, "nxdi").weights
         unknown = self.parts(self.LLAMA, 8, "nxdi", draft=ModelFacts(model_type="other"))
         assert unknown == alone
 
     def test_an_unknown_architecture_is_not_guessed(self):
-        with pytest.raises(ValueError, match="'other'"):
-            self.parts(ModelFacts(model_type="other"), 1, "nxdi")
+        assert self.parts(ModelFacts(model_type="other"), 1, "nxdi") is None
+
+    @pytest.mark.parametrize(
+        "missing", [{"n_positions": None}, {"max_rolling_batch_size": None}, {"dtype": "auto"}]
+    )
+    def test_nor_are_options_that_are_not_filled_in(self, missing):
+        assert self.parts(self.LLAMA, 1, "nxdi", **missing) is None
+
+    def test_only_what_the_backend_has_decides(self):
+        """A CPU has one type and no layout, and a draft model has cores of its own only where there is one."""
+        layout = {"quantize": "static_int8", "kv_cache_quantize": "fp8", "is_block_kv_layout": True}
+        assert self.parts(self.LLAMA, 1, "cpu", **layout) == self.parts(self.LLAMA, 1, "cpu")
+        unused = {"draft": facts_of("tinyllama-1.1b"), **on_cores(2), "speculative_length": 0}
+        assert case_of(self.LLAMA, "tnx", 1024, 1, 8, **on_cores(2)).draft_degree == 2
+        assert case_of(self.LLAMA, "tnx", 1024, 1, 8, **unused).draft_degree is None
 
 
 def test_what_fits():
@@ -229,12 +258,11 @@ class TestStep:
 
     @staticmethod
     def least_ms(name, weights, slots, tokens, degree):
-        device = named("inf2.48xlarge" if degree == 24 else "trn1.32xlarge")
-        load = Load(tokens, slots, "bfloat16", weight_dtype=weights)
-        core = device.core_memory_bytes
-        memory = needed(facts_of(name), load, degree=degree, core_memory_bytes=core, backend="tnx")
+        machine = "inf2.48xlarge" if degree == 24 else "trn1.32xlarge"
+        stored = {"quantize": weights and f"static_{weights}", "machine": machine}
+        memory = needed(facts_of(name), "tnx", tokens, slots, degree, **stored)
         assert memory.fits
-        return 1000 * memory.read / device.core_bytes_per_s
+        return 1000 * memory.read / named(machine).core_bytes_per_s
 
     @pytest.mark.parametrize("row", MEASURED)
     def test_degrees_are_in_the_order_that_aws_measured(self, row):
@@ -329,56 +357,48 @@ class TestHeads:
 
 
 class TestSmallestFit:
-    LOAD = Load(4096, 1, "bfloat16")
+    @staticmethod
+    def of(name, machine, loader="tnx", length=4096, slots=1, below=0, **options):
+        case = case_of(facts_of(name), loader, length, slots, machine=machine, **options)
+        return smallest_fit(case, below=below)
 
     def test_more_cores_of_this_machine_come_first(self):
-        facts = facts_of("llama-3-8b")
-        assert smallest_fit(facts, self.LOAD, named("inf2.48xlarge"), "tnx") == Fit(2, None)
-        assert smallest_fit(facts, self.LOAD, named("inf2.48xlarge"), "tnx", below=2) == Fit(
-            4, None
-        )
+        assert self.of("llama-3-8b", "inf2.48xlarge") == Fit(2, None)
+        assert self.of("llama-3-8b", "inf2.48xlarge", below=2) == Fit(4, None)
 
     def test_then_the_smallest_machine_of_the_family(self):
-        facts = facts_of("llama-3-70b")
-        found = smallest_fit(facts, self.LOAD, named("inf2.xlarge"), "tnx")
+        found = self.of("llama-3-70b", "inf2.xlarge")
         assert found == Fit(12, "inf2.24xlarge")
         assert str(found) == "tensor_parallel_degree=12 on inf2.24xlarge"
         assert str(Fit(8, None)) == "tensor_parallel_degree=8"
 
     def test_then_another_family(self):
-        load = Load(2048, 4, "bfloat16")
-        found = smallest_fit(facts_of("bloom-176b"), load, named("inf2.xlarge"), "nxdi")
-        assert found == Fit(32, "trn1.32xlarge")
+        assert self.of("bloom-176b", "inf2.xlarge", "nxdi", 2048, 4) == Fit(32, "trn1.32xlarge")
 
     def test_nothing_holds_everything(self):
-        load = Load(2**20, 999, "float32")
-        assert smallest_fit(facts_of("bloom-176b"), load, named("inf2.xlarge"), "tnx") is None
+        assert self.of("bloom-176b", "inf2.xlarge", "tnx", 2**20, 999, dtype="float32") is None
 
     def test_a_degree_that_the_library_refuses_is_not_offered(self):
-        found = smallest_fit(
-            facts_of("gpt-neox-20b"), Load(2048, 64, "bfloat16"), named("inf2.48xlarge"), "tnx"
-        )
+        found = self.of("gpt-neox-20b", "inf2.48xlarge", "tnx", 2048, 64)
         assert found == Fit(16, "trn1.32xlarge")
 
     def test_a_machine_of_unknown_memory_is_not_offered(self):
-        unknown = DeviceInfo(None, 1, 64, 0, 8, "")
-        found = smallest_fit(facts_of("llama-3-8b"), self.LOAD, unknown, "tnx")
-        assert found.instance_type in INSTANCES
+        assert self.of("llama-3-8b", None).instance_type in INSTANCES
+        unknown = case_of(facts_of("llama-3-8b"), "tnx", 4096, 1)
+        unknown = replace(unknown, machine=DeviceInfo(None, 1, 64, 0, 8, ""))
+        assert smallest_fit(unknown).instance_type in INSTANCES
 
     def test_not_for_a_cpu_nor_an_unknown_architecture(self):
-        machine = named("inf2.xlarge")
-        assert smallest_fit(facts_of("gpt2"), self.LOAD, machine, "cpu") is None
-        assert smallest_fit(ModelFacts(), self.LOAD, machine, "tnx") is None
+        assert self.of("gpt2", "inf2.xlarge", "cpu") is None
+        assert smallest_fit(case_of(ModelFacts(), "tnx", 4096, 1, machine="inf2.xlarge")) is None
 
     def test_a_draft_model_is_spread_before_a_larger_machine_is_taken(self):
-        facts, draft = facts_of("llama-3-8b"), facts_of("tinyllama-1.1b")
-        load = Load(2048, 1, "bfloat16", draft=draft)
-        assert smallest_fit(facts, load, named("inf2.xlarge"), "tnx") == Fit(2, None)
-        wide = replace(load, draft_degree=8)
-        assert smallest_fit(facts, wide, named("inf2.xlarge"), "tnx") == Fit(2, None, 2)
+        small = {"draft": facts_of("tinyllama-1.1b"), "length": 2048}
+        assert self.of("llama-3-8b", "inf2.xlarge", **small) == Fit(2, None)
+        assert self.of("llama-3-8b", "inf2.xlarge", **small, **on_cores(8)) == Fit(2, None, 2)
         assert str(Fit(2, None, 2)) == "tensor_parallel_degree=2 with draft_model_tp_size=2"
-        narrow = Load(8192, 32, "bfloat16", draft=facts, draft_degree=2)
-        found = smallest_fit(facts, narrow, named("inf2.48xlarge"), "tnx", below=2)
+        large = {"draft": facts_of("llama-3-8b"), "length": 8192, "slots": 32}
+        found = self.of("llama-3-8b", "inf2.48xlarge", **large, **on_cores(2), below=2)
         assert found == Fit(8, None, 8)
 
     def test_a_draft_model_on_few_cores_may_be_spread(self):
@@ -405,78 +425,33 @@ class TestSmallestFit:
     slots=st.integers(1, 999),
 )
 def test_all_cores_together_hold_at_least_everything(name, loader, degree, length, slots):
-    facts, load = facts_of(name), Load(length, slots, "bfloat16", on_device_embedding=True)
-    found = needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
-    held = load
+    facts, kept = facts_of(name), {"on_device_embedding": True}
+    found = needed(facts, loader, length, slots, degree, **kept)
+    held = length
     if loader == "nxdi" and facts.model_type == "mistral" and facts.sliding_window:
-        held = replace(load, max_model_len=min(length, facts.sliding_window))
-    assert degree * (found.weights + found.kv_cache) >= total(facts, held)
+        held = min(length, facts.sliding_window)
+    embedding = facts.embedding_parameters * 2
+    if loader == "nxdi" or case_of(facts, loader, 1, 1, **kept).effective.on_device_embedding:
+        embedding = 0
+    assert degree * (found.weights + found.kv_cache) >= total(facts, held, slots) - embedding
     assert found.padding >= 0
-    longer = replace(load, max_model_len=length + 1)
-    more = needed(facts, longer, degree=degree, core_memory_bytes=0, backend=loader)
-    assert more.needed >= found.needed
-
-
-class TestOfOptions:
-    FILLED = ServingOptions().model_copy(
-        update={"n_positions": (128, 512), "max_rolling_batch_size": 4, "dtype": "bfloat16"}
-    )
-
-    def test_what_decides_is_taken_over(self):
-        options = self.FILLED.model_copy(
-            update={
-                "quantize": "static_int8",
-                "kv_cache_quantize": "fp8",
-                "on_device_embedding": True,
-                "group_query_attention": "replicated-heads",
-                "shard_over_sequence": True,
-                "pipeline_parallel_degree": 2,
-                "draft_model_tp_size": 2,
-                "speculative_draft_model": "a/draft",
-                "speculative_length": 4,
-            }
-        )
-        expected = Load(
-            max_model_len=512,
-            num_slots=4,
-            dtype="bfloat16",
-            weight_dtype="int8",
-            kv_dtype="fp8",
-            on_device_embedding=True,
-            group_query_attention="replicated-heads",
-            shard_over_sequence=True,
-            stages=2,
-            draft_degree=2,
-        )
-        assert Load.of(case_of(options)) == expected
-        assert Load.of(case_of(options, "cpu")) == Load(512, 4, "bfloat16")
-        alone = options.model_copy(update={"speculative_draft_model": None})
-        assert Load.of(case_of(alone)).draft_degree is None
-
-    @pytest.mark.parametrize(
-        "missing", [{"n_positions": None}, {"max_rolling_batch_size": None}, {"dtype": "auto"}]
-    )
-    def test_options_that_are_not_filled_in_are_refused(self, missing):
-        with pytest.raises(ValueError, match="not filled in"):
-            Load.of(case_of(self.FILLED.model_copy(update=missing)))
+    assert needed(facts, loader, length + 1, slots, degree, **kept).needed >= found.needed
 
 
 def test_cores_that_are_not_there_fit_nothing():
-    facts, load = facts_of("gpt2"), Load(1024, 1, "bfloat16")
+    def found(cores, **more):
+        case = case_of(facts_of("gpt2"), "nxdi", 1024, 1, 4, machine="inf2.48xlarge", **more)
+        return core_memory(replace(case, machine=replace(case.machine, visible_cores=cores)))
 
-    def found(load, cores):
-        return needed(
-            facts, load, degree=4, core_memory_bytes=16 * GIB, backend="nxdi", cores=cores
-        )
-
-    assert found(load, 4).fits
-    assert found(load, 0).fits  # not known
-    assert not found(load, 2).fits
-    assert not found(load, 2).roomy
-    assert not found(replace(load, stages=2), 4).fits
-    assert not found(replace(load, expert_groups=2), 4).fits
-    assert found(replace(load, draft_degree=4), 4).fits
-    assert not found(replace(load, draft_degree=8), 4).fits
+    draft = facts_of("gpt2")
+    assert found(4).fits
+    assert found(0).fits  # not known
+    assert not found(2).fits
+    assert not found(2).roomy
+    assert not found(4, pipeline_parallel_degree=2).fits
+    assert not found(4, ep_degree=2).fits
+    assert found(4, draft=draft, **on_cores(4)).fits
+    assert not found(4, draft=draft, **on_cores(8)).fits
 
 
 class TestCache:
@@ -484,62 +459,59 @@ class TestCache:
 
     TOKEN = 65536 * 2
 
-    def cache(self, load, *, facts=None, degree=8, loader="nxdi"):
-        facts = facts or facts_of("llama-3-8b")
-        found = needed(facts, load, degree=degree, core_memory_bytes=0, backend=loader)
-        return found.kv_cache
+    def cache(self, length=1024, slots=4, *, facts=None, degree=8, loader="nxdi", **options):
+        return needed(
+            facts or facts_of("llama-3-8b"), loader, length, slots, degree, **options
+        ).kv_cache
 
     @pytest.mark.parametrize(
         ("changes", "tokens"),
         [
             ({}, 4 * 1024),
-            ({"in_blocks": True}, 5 * 1024),
-            ({"in_blocks": True, "num_blocks": 100, "block_size": 32}, 100 * 32),
-            ({"in_blocks": True, "block_size": 300}, (4 * 4 + 1) * 300),
-            ({"num_blocks": 99, "block_size": 32}, 4 * 1024),
+            ({"is_block_kv_layout": True}, 5 * 1024),
+            (
+                {"is_block_kv_layout": True, "pa_num_blocks": 100, "pa_block_size": 32},
+                100 * 32,
+            ),
+            ({"is_block_kv_layout": True, "pa_block_size": 300}, (4 * 4 + 1) * 300),
+            ({"pa_num_blocks": 99, "pa_block_size": 32}, 4 * 1024),
         ],
     )
     @pytest.mark.parametrize("loader", ["tnx", "nxdi"])
     def test_blocks(self, changes, tokens, loader):
-        load = Load(1024, 4, "bfloat16", **changes)
-        assert self.cache(load, loader=loader) == tokens * self.TOKEN // 8
+        assert self.cache(loader=loader, **changes) == tokens * self.TOKEN // 8
 
     @pytest.mark.parametrize(("num_blocks", "tokens"), [(None, 33 * 128), (40, 40 * 128)])
     def test_blocks_that_an_option_counts_hold_the_one_for_padding(self, num_blocks, tokens):
         chunks = {"enable_chunked_prefill": True, "pa_block_size": 128, "pa_num_blocks": num_blocks}
-        shape = {"n_positions": 1024, "max_rolling_batch_size": 4, "dtype": "bfloat16"}
-        load = Load.of(case_of(ServingOptions(**shape, **chunks)))
-        assert self.cache(load, loader="tnx") == tokens * self.TOKEN // 8
+        assert self.cache(loader="tnx", **chunks) == tokens * self.TOKEN // 8
 
     def test_a_window_is_all_that_some_keep(self):
         windowed = replace(facts_of("mistral-7b-v0.1"), sliding_window=512)
-        load = Load(4096, 4, "bfloat16")
-        assert self.cache(load, facts=windowed) == 4 * 512 * self.TOKEN // 8
+        assert self.cache(4096, facts=windowed) == 4 * 512 * self.TOKEN // 8
         wide = replace(windowed, sliding_window=8192)
-        assert self.cache(load, facts=wide) == 4 * 4096 * self.TOKEN // 8
-        assert self.cache(load, facts=windowed, loader="tnx") == 4 * 4096 * self.TOKEN // 8
-        assert self.cache(load, facts=replace(windowed, model_type="llama")) == (
+        assert self.cache(4096, facts=wide) == 4 * 4096 * self.TOKEN // 8
+        assert self.cache(4096, facts=windowed, loader="tnx") == 4 * 4096 * self.TOKEN // 8
+        assert self.cache(4096, facts=replace(windowed, model_type="llama")) == (
             4 * 4096 * self.TOKEN // 8
         )
-        blocks = replace(load, in_blocks=True)
-        assert self.cache(blocks, facts=windowed) == 5 * 4096 * self.TOKEN // 8
+        blocks = {"is_block_kv_layout": True}
+        assert self.cache(4096, facts=windowed, **blocks) == 5 * 4096 * self.TOKEN // 8
 
     def test_groups_of_sequences_copy_fewer_heads(self):
-        facts, load = facts_of("llama-3-8b"), Load(4096, 8, "bfloat16")
-
-        def whole(load):
-            found = needed(facts, load, degree=32, core_memory_bytes=0, backend="nxdi")
+        def whole(**groups):
+            found = needed(facts_of("llama-3-8b"), "nxdi", 4096, 8, 32, **groups)
             return found.kv_cache + found.padding
 
         # 32 cores need four copies of 8 heads; four groups of 8 cores have two sequences and 8 heads each.
-        saved = whole(load) - whole(replace(load, attention_groups=4))
+        saved = whole() - whole(attention_dp_degree=4)
         assert saved == 3 * 8 * 4096 * self.TOKEN // 32
 
     def test_groups_of_experts_share_the_experts_alone(self):
-        facts, load = facts_of("mixtral-8x7b"), Load(1, 1, "bfloat16")
-        one = needed(facts, load, degree=8, core_memory_bytes=0, backend="nxdi").weights
-        load = replace(load, expert_groups=2)
-        two = needed(facts, load, degree=8, core_memory_bytes=0, backend="nxdi").weights
+        one, two = (
+            needed(facts_of("mixtral-8x7b"), "nxdi", 1, 1, 8, ep_degree=groups).weights
+            for groups in (1, 2)
+        )
         experts = 32 * 8 * 3 * 4096 * 14336 * 2
         assert one - two == experts // 2 // 8
 
@@ -557,21 +529,27 @@ class TestCache:
     ],
 )
 def test_a_way_that_is_given_up_for_the_default(way, num_slots, degree, kept):
-    facts, load = facts_of("llama-3-8b"), Load(1024, num_slots, "bfloat16")
+    facts = facts_of("llama-3-8b")
     assert keeps_strategy(way, facts, num_slots, degree) == kept
-    asked = replace(load, group_query_attention=way)
-    same = needed(facts, asked, degree=degree, core_memory_bytes=0, backend="tnx") == needed(
-        facts, load, degree=degree, core_memory_bytes=0, backend="tnx"
+    asked, usual = (
+        needed(facts, "tnx", 1024, num_slots, degree, group_query_attention=each)
+        for each in (way, None)
     )
-    assert same or kept
+    assert asked == usual or kept
 
 
 def test_the_family_goes_before_the_size():
     """An inf2.48xlarge is larger than a trn1.2xlarge and than a trn2.3xlarge, and still comes first on Inf2."""
-    load = Load(4096, 1, "bfloat16", weight_dtype="int8")
-    found = smallest_fit(facts_of("llama-3-70b"), load, named("inf2.xlarge"), "tnx")
+    found, elsewhere = (
+        smallest_fit(
+            case_of(
+                facts_of("llama-3-70b"), "tnx", 4096, 1, machine=machine, quantize="static_int8"
+            ),
+            below=below,
+        )
+        for machine, below in (("inf2.xlarge", 0), ("trn2.3xlarge", 4))
+    )
     assert found.instance_type == "inf2.24xlarge"
-    elsewhere = smallest_fit(facts_of("llama-3-70b"), load, named("trn2.3xlarge"), "tnx", below=4)
     assert elsewhere.instance_type.startswith("trn2")
 
 
@@ -579,8 +557,7 @@ def test_the_family_goes_before_the_size():
 @pytest.mark.parametrize("kv_heads", [64, 2**40])
 def test_more_kv_heads_than_heads_are_nonsense_and_pad_nothing(loader, kv_heads):
     facts = replace(facts_of("llama-3-8b"), num_kv_heads=kv_heads)
-    found = needed(facts, Load(128, 1, "bfloat16"), degree=8, core_memory_bytes=0, backend=loader)
-    assert found.padding == 0
+    assert needed(facts, loader, 128, 1, 8).padding == 0
 
 
 class TestHost:

@@ -9,7 +9,7 @@ import pytest
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.planning import machines, memory
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -221,14 +221,11 @@ def test_the_plan_of_a_neuron_loader(loader):
     device, known = machines.named("inf2.xlarge"), facts("llama-3-8b")
     plan = make_plan(Case(options_with(), known, device, NEURON_BACKENDS.get(loader)))
     assert plan.estimated_compile_s == pytest.approx(60 * compile_minutes(plan.graphs, known))
-    alone = memory.needed(
-        known,
-        memory.Load(512, 4, "bfloat16"),
-        degree=2,
-        core_memory_bytes=device.core_memory_bytes,
-        backend=loader,
-    )
-    assert plan.memory == alone
+    table = 2 * 2 * known.vocab_size * known.hidden_size
+    weights = 2 * known.num_parameters - (table // 2 if loader == "tnx" else 0)
+    assert plan.memory.weights == weights // 2
+    assert plan.memory.kv_cache == known.cache_values_per_token * 512 * 4 * 2 // 2
+    assert plan.memory.capacity == device.core_memory_bytes
     flat = {**plan.arguments.constructor, **plan.arguments.neuron_config}
     assert flat["tp_degree"] == 2
     assert flat["batch_size"] == 4

@@ -328,7 +328,7 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
     heads, kv_heads = case.model.num_heads, case.model.num_kv_heads
     if not (case.effective.shard_over_sequence and heads and kv_heads):
         return
-    splits = case.capability and not case.capability.indivisible(case.model, case.degree)
+    splits = case.capability and not case.indivisible(case.degree)
     if splits and min(case.degree, heads) % kv_heads:
         problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
         yield Finding((_FLASH, _DEGREE), problem)
