@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
-import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
@@ -24,28 +20,19 @@ from djl_python_neuronx.engine.loop import Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.launch import make_launch
-from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress
 from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
 from djl_python_neuronx.protocol import custom, parse_body
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads
-from djl_python_neuronx.protocol.custom import CustomFormatters
-from djl_python_neuronx.protocol.parameters import default_parameters
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads, client_label
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_CLIENT_ID = re.compile(r"[!-~]{1,128}")
-"""Client ids that are used as they are: those that fit into a header and a log line."""
-
 TEXT_THREADS = MOST_SLOW + 4
 """Requests of a model that are parsed at once. Others wait, as many as the engines take; for slow ones, which leave
 four threads, no longer than `SLOW_S` each."""
-
-_REQUEST_IDS = itertools.count(1)
-"""Of all models of the process, whose requests are in one log."""
 
 
 class Service:
@@ -82,15 +69,7 @@ class Service:
             tokenizer,
             observer=self._recorder,
             cores=cores,
-            settings=LoopSettings(
-                model=options.model_names[0],
-                max_waiting=options.max_waiting,
-                step_timeout_s=options.step_timeout or options.predict_timeout,
-                restart_timeout_s=options.restart_timeout or options.predict_timeout,
-                restarts=options.engine_restarts,
-                max_request_s=options.max_request_seconds or math.inf,
-                room=room,
-            ),
+            settings=LoopSettings.of(options, room),
             on_death=on_death,
             on_progress=progress.stage,
         )
@@ -114,7 +93,7 @@ class Service:
                 # Other threads than those that parse: slow texts delay no stream.
                 threads = Threads(TEXT_THREADS, "djl-neuronx-formatters")
                 limit_s = options.text_timeout
-                self.custom = CustomFormatters(functions, self.tokenizer, limit_s, threads)
+                self.custom = custom.CustomFormatters(functions, self.tokenizer, limit_s, threads)
             started.result()
             made.pop_all()
         if before is None:
@@ -163,13 +142,12 @@ class Service:
             launch.starts,
             cores=launch.cores,
             functions=functions,
-            room=partial(LOAD_MEMORY.of, prepared.host_bytes),
+            room=launch.room,
             before=before,
             on_death=on_death,
             progress=progress,
         )
-        if options.generation_config == "auto":
-            service.defaults = default_parameters(prepared.artifact.generation)
+        service.defaults = launch.defaults
         if before is None:
             service.metrics["load_seconds"].set(time.monotonic() - started_s)
             spec = service.loop.spec
@@ -207,8 +185,7 @@ class Service:
         """
         context = ParseContext(
             tokenizer=self.tokenizer,
-            request_id=f"r{next(_REQUEST_IDS)}",
-            client_id=request_id if request_id and _CLIENT_ID.fullmatch(request_id) else "",
+            client_id=client_label(request_id),
             headers=headers or {},
             path=path,
             options=self.options,
@@ -217,7 +194,7 @@ class Service:
             max_prompt_chars=self._max_prompt_chars,
             with_defaults=partial(with_defaults, configured=self.defaults, spec=self.loop.spec),
             default_max_tokens=self.defaults.get("max_new_tokens"),
-            has_logprobs=Want.LOGITS in self.loop.spec.outputs,
+            has_logprobs=self.loop.spec.has_logits,
         )
         try:
             return parse_body(body, context, payload, self.custom)

@@ -78,6 +78,11 @@ class ModelSpec:
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
 
+    @property
+    def has_logits(self) -> bool:
+        """True if the host can sample, and knows log-probabilities."""
+        return Want.LOGITS in self.outputs
+
 
 @dataclass
 class Rows:

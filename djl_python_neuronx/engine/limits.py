@@ -59,15 +59,15 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     if not 0 <= request.adapter < len(spec.adapters):
         msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
         raise UnsupportedParameterError(msg)
-    if Want.LOGITS not in spec.outputs and (reason := _host_reason(request, spec)):
+    if not spec.has_logits and (reason := _host_reason(request, spec)):
         raise UnsupportedParameterError(reason)
 
 
 def sampled_on_host(request: EngineRequest, spec: ModelSpec) -> bool:
     """True if the host samples all tokens of a request that `check` has passed, False if the device does."""
-    if Want.LOGITS not in spec.outputs:
-        return False
-    return Want.TOKENS not in spec.outputs or _host_reason(request, spec) is not None
+    return spec.has_logits and (
+        Want.TOKENS not in spec.outputs or _host_reason(request, spec) is not None
+    )
 
 
 def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
@@ -88,8 +88,7 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
     """Facts about sampling in plain values: host, device or mixed, and within which bounds the device samples."""
     if Want.TOKENS not in spec.outputs:
         return {"place": "host"}
-    mixed = Want.LOGITS in spec.outputs
-    facts: dict[str, object] = {"place": "mixed" if mixed else "device"}
+    facts: dict[str, object] = {"place": "mixed" if spec.has_logits else "device"}
     if spec.fixed_sampling == _GREEDY:
         facts["mode"] = "greedy"
     elif spec.fixed_sampling is not None:
@@ -98,7 +97,7 @@ def sampling_facts(spec: ModelSpec) -> dict[str, object]:
     else:
         facts["mode"] = "dynamic"
         facts["largest_top_k"] = spec.largest_top_k
-        elsewhere = "host" if mixed else "refused"
+        elsewhere = "host" if spec.has_logits else "refused"
         facts["without_top_k"] = spec.default_top_k or elsewhere
         facts["with_top_p"] = "device" if spec.applies_top_p else elsewhere
     return facts
@@ -112,7 +111,7 @@ def with_defaults(
     `configured`: defaults of the model's author. With device-only sampling, defaults must not cause a 400: the device
     gets its compiled-in parameters, or as many tokens to sample from as it takes.
     """
-    if Want.LOGITS in spec.outputs:
+    if spec.has_logits:
         return {**configured, **given}
     if spec.fixed_sampling is not None:
         top_k, top_p, temperature = spec.fixed_sampling

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.delivery import Delivery, notify
 from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step
 from djl_python_neuronx.engine.streams import Observer, StreamRegistry
@@ -68,6 +69,21 @@ class LoopSettings:
     """Longest time of every request: see `GenerationRequest.max_seconds`."""
     room: Callable[[], AbstractContextManager[object]] = nullcontext
     """Waits until the host has memory for a load; held during each."""
+
+    @classmethod
+    def of(
+        cls, options: ServingOptions, room: Callable[[], AbstractContextManager[object]]
+    ) -> LoopSettings:
+        """Return the settings that `options` give."""
+        return cls(
+            model=options.model_names[0],
+            max_waiting=options.max_waiting,
+            step_timeout_s=options.step_timeout or options.predict_timeout,
+            restart_timeout_s=options.restart_timeout or options.predict_timeout,
+            restarts=options.engine_restarts,
+            max_request_s=options.max_request_seconds or math.inf,
+            room=room,
+        )
 
 
 def end_engine(host: Host) -> None:

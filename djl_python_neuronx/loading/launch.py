@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
@@ -13,10 +15,12 @@ from djl_python_neuronx.engine.loop import Host
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
+from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
 from djl_python_neuronx.loading.prepare import Prepared
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores
+from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.telemetry import log_settings
 
 
@@ -33,6 +37,16 @@ class Launch:
     """The job of each copy."""
     tokenizer: Callable[[], TokenizerProcess]
     """Waits until the tokenizer is loaded, and returns it."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Parameters of OpenAI's requests that set none, by the model's author."""
+        is_used = self.prepared.options.generation_config == "auto"
+        return default_parameters(self.prepared.artifact.generation) if is_used else {}
+
+    def room(self) -> AbstractContextManager[None]:
+        """Wait until the host has memory for a copy; see `LoopSettings`."""
+        return LOAD_MEMORY.of(self.prepared.host_bytes)
 
     @property
     def starts(self) -> list[Callable[[], Host]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +47,17 @@ MAX_SEQUENCES = 128
 """Most sequences of one request: one client must not fill the queue with one body."""
 MAX_LISTED = 256
 """Most tokens that an answer lists for a step, in all of its sequences: it keeps them until its end, 200 bytes each."""
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+"""Client ids that are used as they are: those that fit into a header and a log line."""
+_REQUEST_IDS = itertools.count(1)
+"""Of all models of the process, whose requests are in one log."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Between the seeds of the answers to one prompt. With 1 the second answer would be the first one of the next seed."""
+
+
+def client_label(sent: str | None) -> str:
+    """The client's own id of a request; empty if it has sent none that can be used."""
+    return sent if sent and _CLIENT_ID.fullmatch(sent) else ""
 
 
 class Formatter(Protocol):
@@ -94,7 +105,7 @@ class ParseContext:
     """Inputs of a parser besides the payload."""
 
     tokenizer: Tokenizer
-    request_id: str
+    request_id: str = field(default_factory=lambda: f"r{next(_REQUEST_IDS)}")
     arrived_s: float = field(default_factory=time.monotonic)
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
