@@ -152,8 +152,9 @@ class Service:
             service.metrics["load_seconds"].set(time.monotonic() - started_s)
             spec = service.loop.spec
             logger.info(
-                "loaded backend=%s model_type=%s copies=%d slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
+                "loaded backend=%s%s model_type=%s copies=%d slots=%d n_positions=%d prefill_buckets=%s seconds=%.2f",
                 prepared.backend,
+                " (no model runs, answers are made up)" if spec.simulated else "",
                 prepared.artifact.model_type,
                 len(launch.cores),
                 spec.num_slots,

@@ -57,6 +57,12 @@ def load_cpu(directory: Path, *, mixed_steps: bool = False) -> Backend:
     return backends.get("cpu").load(plan)
 
 
+def load_sim(directory: Path, *, mixed_steps: bool = False) -> Backend:
+    (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 97}')
+    shapes = (NUM_SLOTS, MAX_LEN, PREFILL_BUCKETS, TOKEN_BUCKETS)
+    return backends.get("sim").load(backends.LoadPlan(directory, *shapes, mixed_steps=mixed_steps))
+
+
 def load_tnx(directory: Path, *, continuous: bool = True, block_size: int | None = None) -> Backend:
     """On the rig or a device; padding is a token like any other there, so it has to be a number."""
     from tests.backends.tnx_plans import tnx_plan
@@ -99,6 +105,8 @@ LOADERS: dict[str, Callable[[Path], Backend]] = {
     "toy": load_toy,
     "cpu": load_cpu,
     "cpu-mixed": lambda directory: load_cpu(directory, mixed_steps=True),
+    "sim": load_sim,
+    "sim-mixed": lambda directory: load_sim(directory, mixed_steps=True),
     "tnx": load_tnx,
     "tnx-static": lambda directory: load_tnx(directory, continuous=False),
     "tnx-paged": lambda directory: load_tnx(directory, block_size=8),

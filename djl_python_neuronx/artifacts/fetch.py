@@ -14,8 +14,8 @@ from typing import Any
 
 from djl_python_neuronx.artifacts.cache import Progress
 from djl_python_neuronx.artifacts.folder import (
-    EVERYTHING,
     SERVING,
+    Selection,
     parse_object,
     read_json,
 )
@@ -110,14 +110,14 @@ def fetch(
     root: Path,
     model_dir: Path | None = None,
     revision: str | None = None,
-    everything: bool = False,
+    selection: Selection = SERVING,
     progress: Progress | None = None,
     origin: str = "option.model_id",
 ) -> Path:
     """The local folder of a model: a local one as it is, one of the Hub or of a URI after a download.
 
     A download is shared by all processes, resumed after an interruption, and repeated only if the remote changed. The
-    Hub's lie in its own cache, others below `root`. `everything` fetches all files, not only those that a model needs.
+    Hub's lie in its own cache, others below `root`. `selection` chooses the files of a download.
 
     Raises:
         ArtifactNotFoundError: no such folder or model.
@@ -128,7 +128,6 @@ def fetch(
     if folder is not None:
         return folder
     environ, remote = _stripped(environ), _remote(model_id, origin)
-    selection = EVERYTHING if everything else SERVING
     started_s = time.monotonic()
     with _no_secrets(model_id):
         if remote is not None:

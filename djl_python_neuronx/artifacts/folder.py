@@ -319,11 +319,21 @@ def _is_foreign(name: str) -> bool:
     )
 
 
+def _is_tensors(name: str) -> bool:
+    """True for a file of weights or graphs, and for one in a folder that is named as such a file."""
+    return any(part.endswith((*WEIGHT_SUFFIXES, ".neff", ".pt")) for part in name.split("/"))
+
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 """Suffixes of weights beside config.json; a folder `pytorch_model.bin` holds weights too."""
 
 SERVING = Selection("serving", _for_serving)
 """The files that any format reads. Pickled weights only where there are no safetensors beside them."""
+
+CONFIGURATION = Selection(
+    "configuration", lambda names: [name for name in _for_serving(names) if not _is_tensors(name)]
+)
+"""Those without weights and graphs."""
 
 EVERYTHING = Selection("everything", sorted)
 """All files: for compile caches and folders that this package wrote."""

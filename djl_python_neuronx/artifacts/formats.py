@@ -191,6 +191,17 @@ def detect(path: Path, *, origin: str = "option.model_id") -> Artifact:
     return meant[0].read(folder)
 
 
+def read_configuration(path: Path, *, origin: str = "option.model_id") -> Artifact:
+    """The artifact in a local folder without its weights and graphs, which may be absent.
+
+    Raises:
+        ArtifactNotFoundError: no such folder, or there is no config.json.
+        ArtifactError: see `detect`.
+    """
+    folder = _open(path, origin)
+    return HuggingFace().artifact(folder, read_config(folder), ())
+
+
 def is_configuration(path: Path) -> bool:
     """True for a configuration without anything to load: no weights, no part of them, no graphs.
 

@@ -75,6 +75,8 @@ class ModelSpec:
     """Cache columns that a sequence takes at a time, for `cache_buckets`."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
+    simulated: bool = False
+    """No model runs, and all answers are made up."""
     adapters: tuple[str, ...] = ("",)
     """LoRA adapter names; index 0 is the base model."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from djl_python_neuronx.artifacts.weights import WeightsKind
+from djl_python_neuronx.config.step_times import StepTimes
 from djl_python_neuronx.errors import IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
 
@@ -42,6 +43,8 @@ class LoadPlan:
     """Revision of the remote code."""
     num_threads: int | None = None
     """CPU threads of one step; None: one less than the physical cores that the process may use."""
+    sim_step_ms: float | StepTimes = 0.0
+    """Time of a step on the sim backend."""
     eos_ids: frozenset[int] = frozenset()
     num_speculative_tokens: int = 0
     """Drafts that a decode verifies; 0: none."""

@@ -23,6 +23,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from djl_python_neuronx.config.device_sampling import OnDeviceGeneration, parse_generation
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.server_options import LimitOptions, ServerOptions
+from djl_python_neuronx.config.step_times import Milliseconds, StepTimes, parse_step_ms
 from djl_python_neuronx.config.values import (
     COUNT,
     POSITIONS,
@@ -113,13 +114,13 @@ class GeneralOptions(OptionGroup):
     """Task of the model. Only text generation is supported: no embeddings, no classification."""
 
     model_loader: Annotated[
-        Literal["auto", "cpu", "tnx", "nxdi", "optimum", "vllm"],
+        Literal["auto", "cpu", "tnx", "nxdi", "sim", "optimum", "vllm"],
         Lower,
         Option(output="file"),
     ] = "auto"
     """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library that serves
-    the model (`nxdi` before `tnx`), else `cpu` if the machine has no Neuron device. `optimum` and `vllm` are loaders of
-    the old engine and mean `auto`."""
+    the model (`nxdi` before `tnx`), else `cpu` if the machine has no Neuron device. `sim` runs no model and makes up
+    all answers, for load tests: docs/deploy.md. `optimum` and `vllm` are loaders of the old engine and mean `auto`."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
         Lower,
@@ -204,6 +205,17 @@ class GeneralOptions(OptionGroup):
     cpu_threads: Annotated[Count | None, Option(draft="same")] = None
     """Threads of each copy on the cpu backend. Default: all physical cores but one, which is left to the server, shared
     by the copies (`replicas`)."""
+    sim_step_ms: Annotated[
+        Milliseconds | StepTimes,
+        BeforeValidator(parse_step_ms),
+        Option(
+            allowed='milliseconds from 0 to 3600000, a JSON object of them by bucket such as {"prefill": {"128": 20, '
+            '"2048": 190}, "decode": {"2048": 10}}, or a file that holds one',
+            file=True,
+        ),
+    ] = 10.0
+    """Time of a step with `model_loader=sim`. A number is for every step. An object has the times of buckets: a step
+    takes that of the smallest one which holds its own bucket."""
 
 
 class BatchingOptions(OptionGroup):
@@ -643,6 +655,11 @@ class ServingOptions(
     def token_buckets(self) -> tuple[int, ...] | None:
         """Lengths of the decode graphs, ascending; None unless `n_positions` is a list."""
         return self.n_positions if isinstance(self.n_positions, tuple) else None
+
+    @property
+    def simulated(self) -> bool:
+        """True if no model runs and answers are made up."""
+        return self.model_loader == "sim"
 
     @property
     def join_wait_s(self) -> float:

@@ -64,6 +64,8 @@ _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _WRITTEN = {"compiled_graph_path", "draft_model_compiled_path"}
 _MODELS = {"model_id", "speculative_draft_model"}
 _TEMPLATES = names_where(lambda marker: marker.text_file)
+_EXPLAINED = _TEMPLATES | {"sim_step_ms"}
+"""Options whose parser says what is wrong."""
 _UNUSED = names_where(lambda marker: marker.unused)
 _PREFIX = re.compile(r"[^a-z]*([a-z]+)(?:[._-]|$)")
 _LAYOUTS = ("attention_layout", "cache_layout")
@@ -391,7 +393,7 @@ def _reasons(error: ValidationError) -> dict[str, str]:
         name, *inner = map(str, entry["loc"])
         # Within an object, the key that is wrong. The message of a union's branch would only confuse.
         where = f"; {wrong_part(inner[0])}" if inner and option(name).file else ""
-        if name in _TEMPLATES:
+        if name in _EXPLAINED and entry["type"] == "value_error":
             where = f"; {entry['msg'].removeprefix('Value error, ')}"
         found.setdefault(name, where)
     return found

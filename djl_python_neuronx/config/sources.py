@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -534,8 +535,9 @@ def content(
 ) -> object:
     """Read the JSON file that `value` names, absolute or relative to `folder`. Returns `value` itself if it is no path.
 
-    Any text is a path, except words for yes, no or none, and text that begins like an object or a list. Only the
-    operator may name a file outside the model folder: its content becomes an option, is logged and goes into outputs.
+    Any text is a path, except a number, words for yes, no or none, and text that begins like an object or a list. Only
+    the operator may name a file outside the model folder: its content becomes an option, is logged and goes into
+    outputs.
 
     `is_text`: the file is not JSON, and any text is a path but a Jinja template.
 
@@ -545,7 +547,7 @@ def content(
     """
     if not isinstance(value, str) or value.lower() in _NO_PATHS:
         return value
-    if ("{{" in value or "{%" in value) if is_text else value[:1] in {"{", "[", "("}:
+    if ("{{" in value or "{%" in value) if is_text else _is_json(value):
         return value
     if len(value) > _MAX_PATH:
         message = f"a path has at most {_MAX_PATH} characters"
@@ -568,3 +570,10 @@ def content(
         expected = "UTF-8" if is_text else "JSON"
         message = f"the file {str(path)!r} is not {expected}: {error}"
         raise ConfigError(message) from error
+
+
+def _is_json(text: str) -> bool:
+    """True for text that begins like an object or a list, and for a number."""
+    with suppress(ValueError):
+        return isfinite(float(text))
+    return text[:1] in {"{", "[", "("}

@@ -306,7 +306,8 @@ def _missing_here(backend: str) -> str:
 
 def _size(prepared: Prepared) -> Iterator[Finding]:
     """Warn of a model of unknown size."""
-    if prepared.case.on_cpu and prepared.case.model.num_parameters is None:
+    unknown = prepared.case.on_cpu and prepared.case.model.num_parameters is None
+    if unknown and not prepared.options.simulated:
         kind = prepared.case.model.model_type or "(config.json names none)"
         doubt = "only a load shows whether transformers supports it and what it needs"
         problem = f"the size of this model, of model_type {kind}, is not known here: {doubt}"
@@ -415,5 +416,5 @@ def _lacking(prepared: Prepared) -> Iterator[str]:
     case = prepared.case
     if not case.on_cpu and (found := machines.spanning(case.degree, prepared.environ)):
         yield f"a model on several machines ({', '.join(found)}) is not served by this version"
-    if not prepared.artifact.weights:
+    if not (prepared.artifact.weights or prepared.options.simulated):
         yield "the weights were not downloaded or checked"

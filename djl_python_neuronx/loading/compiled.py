@@ -15,6 +15,7 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi
+from djl_python_neuronx.artifacts.folder import EVERYTHING
 from djl_python_neuronx.artifacts.manifest import (
     CompileFacts,
     Hashes,
@@ -126,13 +127,14 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
         raise ConfigError(msg)
     weights = prepared.weights
-    if weights is None:
+    if weights is None and not options.simulated:
         msg = f"the weights of {artifact.path} are not here; prepare the model for a start"
         raise ArtifactNotFoundError(msg)
+    # The weights of the ranks lie beside the graphs: the folder is that of the configuration.
+    folder = artifact.path if weights is None or weights.kind == "ranks" else weights.folder
     return LoadPlan(
-        # The weights of the ranks lie beside the graphs: the folder is that of the configuration.
-        model_dir=artifact.path if weights.kind == "ranks" else weights.folder,
-        kind=weights.kind,
+        model_dir=folder,
+        kind="safetensors" if weights is None else weights.kind,
         num_slots=num_slots,
         max_model_len=max_model_len,
         # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
@@ -144,6 +146,7 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         trust_remote_code=options.trust_remote_code,
         revision=options.revision,
         num_threads=options.cpu_threads,
+        sim_step_ms=options.sim_step_ms,
         eos_ids=_eos_ids(artifact, tokenizer),
         num_speculative_tokens=options.speculative_length if options.speculating else 0,
         mixed_steps=bool(options.enable_chunked_prefill),
@@ -240,7 +243,7 @@ def _named_graphs(
     """
     environ = prepared.environ
     root = fetch.download_root(environ)
-    folder = fetch.fetch(place, environ=environ, root=root, everything=True, origin=_OPTION)
+    folder = fetch.fetch(place, environ=environ, root=root, selection=EVERYTHING, origin=_OPTION)
     if not (folder / manifests.FILE_NAME).is_file():
         # NxD Inference's own record was compared before (`prepare`): they are for other settings.
         return None if prepared.backend == "nxdi" else folder

@@ -11,7 +11,7 @@ from typing import Any
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi, with_graphs
-from djl_python_neuronx.artifacts.folder import read_json
+from djl_python_neuronx.artifacts.folder import CONFIGURATION, EVERYTHING, SERVING, read_json
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.sources import try_path
 from djl_python_neuronx.config.values import join_words
@@ -55,7 +55,7 @@ def find_model(settings: Resolved, situation: Situation) -> Model | None:
     else:
         try:
             name = str(options.model_dir)
-            model = _detect(options.model_dir, name, "the model argument", situation)
+            model = _detect(options.model_dir, name, "the model argument", settings, situation)
         except UnknownFormatError as error:
             msg = (
                 f"no model: set option.model_id to a Hugging Face id, a folder or s3://bucket/key, or give the "
@@ -84,9 +84,12 @@ def find_named(
     if situation.is_dry:
         folder = fetch.local_folder(name, base)
     else:
-        folder = situation.fetch(name, origin, model_dir=base, revision=revision)
+        selection = CONFIGURATION if settings.options.simulated else SERVING
+        folder = situation.fetch(
+            name, origin, model_dir=base, revision=revision, selection=selection
+        )
     if folder is not None:
-        return _detect(folder, name, origin, situation, weights_needed=weights_needed)
+        return _detect(folder, name, origin, settings, situation, weights_needed=weights_needed)
     config = fetch.fetch_config(name, revision, situation.environ, origin=origin)
     if not isinstance(config.get("model_type"), str):
         msg = f"{fetch.CONFIG} of {name!r} has no model_type; expected one such as 'llama'"
@@ -96,8 +99,17 @@ def find_named(
 
 
 def _detect(
-    folder: Path, name: str, origin: str, situation: Situation, *, weights_needed: bool = False
+    folder: Path,
+    name: str,
+    origin: str,
+    settings: Resolved,
+    situation: Situation,
+    *,
+    weights_needed: bool = False,
 ) -> Model:
+    if settings.options.simulated:
+        artifact = formats.read_configuration(folder, origin=origin)
+        return _checked(Model(name, str(folder), artifact))
     try:
         return _checked(Model(name, str(folder), formats.detect(folder, origin=origin)))
     except ArtifactNotFoundError as error:
@@ -150,7 +162,7 @@ def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -
         origin = f"option.compiled_graph_path, {settings.origins.get('compiled_graph_path')}"
         if not saved_by_nxdi(fetch.list_names(place, situation.environ, origin=origin)):
             return model
-        folder = situation.fetch(place, origin, everything=True)
+        folder = situation.fetch(place, origin, selection=EVERYTHING)
     is_foreign = try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
     if not is_foreign or graphs_in(folder) != "nxdi":
         return model

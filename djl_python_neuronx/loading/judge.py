@@ -28,6 +28,7 @@ from djl_python_neuronx.loading.situation import Purpose, Situation
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import flag_facts, library_facts
 
@@ -36,8 +37,12 @@ ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 
 
 def judge_support(artifact: Artifact, case: Case, situation: Situation) -> None:
-    """Report a model that does not run on the cpu backend; rules judge the architectures of the libraries."""
-    if case.on_cpu and (obstacle := cpu.supports(artifact.config)):
+    """Report a model that the cpu backend does not run, or a compile for sim; rules judge what the libraries lack."""
+    if case.options.simulated and situation.purpose is Purpose.COMPILE:
+        msg = "model_loader=sim compiles nothing; set the backend that will serve the model"
+        situation.problems.add_error(BackendError(msg))
+    runs = case.on_cpu and not case.options.simulated
+    if runs and (obstacle := cpu.supports(artifact.config)):
         msg = f"the cpu backend cannot serve the model in {artifact.path}: {obstacle}"
         situation.problems.add_error(BackendError(msg))
 
@@ -53,7 +58,7 @@ def judge_vocabulary(model: Model, options: ServingOptions, situation: Situation
 def choose_machine(settings: Resolved, backend: str, situation: Situation) -> DeviceInfo:
     """Return the machine with the cores that the environment leaves to this process, or an assumed machine."""
     machine, environ = situation.machine, situation.environ
-    if backend == "cpu":
+    if backend not in NEURON_BACKENDS:
         return machines.for_process(machine, environ)
     if machine.assumed:
         situation.problems.add("note" if situation.is_dry else "warning", machine.assumed)
@@ -147,9 +152,11 @@ def judge_graphs(
 ) -> tuple[Weights | None, bool]:
     """Choose the weights, and compare what the folder was compiled for with the settings.
 
-    Returns the weights, and True if the folder's graphs can be used.
+    Returns the weights, None if no model runs, and True if the folder's graphs can be used.
     """
     weights, fits = None, False
+    if case.options.simulated:
+        return weights, fits
     if artifact.unused and not case.on_cpu:
         situation.problems.add("warning", artifact.unused)
     with situation.problems.catch():

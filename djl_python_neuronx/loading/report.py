@@ -205,7 +205,8 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
     else:
         yield "compiles  nothing"
     if plan.memory is None:
-        yield "memory    unknown: config.json does not give the model's size"
+        no_size = "config.json does not give the model's size"
+        yield f"memory    unknown: {'no model runs' if prepared.options.simulated else no_size}"
     else:
         whose = "of this machine" if prepared.case.on_cpu else "per core"
         if degrees := _two_degrees(prepared):

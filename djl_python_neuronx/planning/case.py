@@ -87,7 +87,7 @@ class Case:
     model: ModelFacts
     machine: DeviceInfo
     neuron: NeuronBackend | None
-    """The backend; None: ``cpu``, which has no library, no graphs and no NeuronCores."""
+    """The backend; None: ``cpu`` or ``sim``, which have no library, no graphs and no NeuronCores."""
     draft: ModelFacts | None = None
     """The draft model; None: there is none, or its configuration is not known."""
     is_draft: bool = False
@@ -107,17 +107,19 @@ class Case:
 
     @property
     def on_cpu(self) -> bool:
-        """True for the cpu backend."""
+        """True for a backend that drives no Neuron library: ``cpu`` and ``sim``."""
         return self.neuron is None
 
     @property
     def backend(self) -> str:
-        """Name of the backend: ``cpu``, ``tnx`` or ``nxdi``."""
-        return "cpu" if self.neuron is None else self.neuron.name
+        """Name of the backend: ``cpu``, ``sim``, ``tnx`` or ``nxdi``."""
+        if self.neuron is not None:
+            return self.neuron.name
+        return self.options.model_loader if self.options.simulated else "cpu"
 
     @property
     def library(self) -> str:
-        """Name of the backend's library, for messages; of the cpu backend its own name."""
+        """Name of the backend's library, for messages; without a library the backend's own name."""
         return self.backend if self.neuron is None else self.neuron.library
 
     @property
@@ -127,7 +129,7 @@ class Case:
 
     @cached_property
     def capability(self) -> Capability | None:
-        """The library's support of the model's architecture; None: unknown architecture, or the cpu backend."""
+        """The library's support of the model's architecture; None: unknown architecture, or no library."""
         return None if self.neuron is None else self.neuron.capability(self.model.model_type)
 
     @cached_property

@@ -75,8 +75,10 @@ class _Room:
 
     @property
     def known(self) -> bool:
-        """True if sizes of the model and the machine are known."""
+        """True if sizes of the model and the machine are known, and a model runs."""
         model, device = self.case.model, self.case.device
+        if self.case.options.simulated:
+            return False
         if self.case.on_cpu:
             return bool(self.case.host_memory and model.cache_values_per_token)
         return model.num_parameters is not None and device.core_memory_bytes > 0
@@ -219,7 +221,7 @@ def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
         return slots, f"the least, and even one slot of {positions} tokens does not fit in memory"
     if slots < MAX_ROLLING_BATCH_SIZE:
         return slots, f"the largest power of two whose KV caches fit ({positions} tokens per slot)"
-    if not room.known:
+    if not (room.known or options.simulated):
         return slots, "the most that DJL Serving sends; whether it fits in memory is not known"
     return slots, "the most that DJL Serving sends"
 

@@ -13,10 +13,10 @@ from djl_python_neuronx.planning.tnx import library as tnx
 NEURON_BACKENDS: Final[Mapping[str, NeuronBackend]] = {
     neuron.name: neuron for neuron in (nxdi.LIBRARY, tnx.LIBRARY)
 }
-"""Backends by name, the preferred one first. The cpu backend is none of them: it serves what transformers does."""
+"""Backends by name, the preferred one first. ``cpu`` and ``sim`` are none of them."""
 
 
 def capability_of(backend: str, model_type: str | None) -> Capability | None:
-    """Return what the library of a backend supports of an architecture; None if unknown, and for the cpu backend."""
+    """Return what the library of a backend supports of an architecture; None if unknown, or without a library."""
     neuron = NEURON_BACKENDS.get(backend)
     return None if neuron is None else neuron.capability(model_type)

@@ -78,11 +78,11 @@ class CoreMemory:
 def core_memory(case: Case) -> CoreMemory | None:
     """Return the memory on each core of the case's machine, or on its host with the cpu backend.
 
-    None if sizes of the model are not known or lengths and slots are not filled in.
+    None if no model runs, sizes of the model are not known, or lengths and slots are not filled in.
     """
     options = case.options
     sizes = {options.max_model_len, options.max_rolling_batch_size, case.model.num_parameters}
-    if None in sizes or options.dtype == "auto":
+    if options.simulated or None in sizes or options.dtype == "auto":
         return None
     weights, kv_cache, padding = _parts(case)
     most = case.degree * case.worlds

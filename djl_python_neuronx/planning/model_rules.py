@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from djl_python_neuronx.config.findings import Finding, is_set
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE, RESERVED
 from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.step_times import StepTimes
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning import placement
 from djl_python_neuronx.planning.capabilities import Capability, Defect
@@ -23,6 +24,7 @@ DJL_ROWS = 32
 
 _SLOTS = "max_rolling_batch_size"
 _JOIN_WAIT = "max_join_wait_ms"
+_STEP_MS = "sim_step_ms"
 _DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _ROUNDING = ("bf16_rms_norm", "enable_mixed_precision_accumulation", "enable_saturate_infinity")
 _KEYWORDS = sorted({keyword.partition(".")[0] for keyword in OPTIONS})
@@ -40,6 +42,8 @@ def findings(case: Case, *, estimated_load_s: float | None = None) -> Iterator[F
         yield from _djl(case)
         yield from _speculation(case)
         yield from _cpu(case)
+        if case.options.simulated:
+            yield from _simulated(case)
         return
     if placement.fits(case) is not False:
         # Notes about a plan that cannot be carried out would distract.
@@ -122,9 +126,13 @@ def _lengths(case: Case) -> Iterator[Finding]:
 
 
 def _no_effect(case: Case) -> Iterator[Finding]:
-    if not case.on_cpu and case.options.cpu_threads is not None:
+    simulated = case.options.simulated
+    if (not case.on_cpu or simulated) and case.options.cpu_threads is not None:
         problem = "only the cpu backend computes on the CPU; leave it out"
         yield Finding(("cpu_threads",), problem, "note")
+    if is_set(case.options, _STEP_MS) and not simulated:
+        problem = "only steps of model_loader=sim have a time that is set; leave it out"
+        yield Finding((_STEP_MS,), problem, "note")
     static = not case.on_cpu and case.slots > 1 and not case.continuous_batching
     if is_set(case.options, _JOIN_WAIT) and not static:
         problem = "no effect: only static batches wait for more requests; leave it out"
@@ -238,7 +246,7 @@ def _cpu(case: Case) -> Iterator[Finding]:
         and not (name == "tensor_parallel_degree" and options.tensor_parallel_degree == 1)
     )
     if ignored:
-        problem = "no effect with the cpu backend, which compiles no graph and uses no NeuronCore; left out"
+        problem = f"no effect with the {case.backend} backend, which compiles no graph and uses no NeuronCore; left out"
         yield Finding(ignored, problem, "note")
     if options.replicas == "max":
         yield Finding(("replicas",), "1 on a CPU, where no cores limit it; set a number", "note")
@@ -253,6 +261,25 @@ def _cpu(case: Case) -> Iterator[Finding]:
             f"{each}; set less, or use a machine with more memory"
         )
         yield Finding(("n_positions", _SLOTS, *copies), problem)
+
+
+def _simulated(case: Case) -> Iterator[Finding]:
+    options = case.options
+    if not case.model.vocab_size:
+        yield Finding(
+            ("model_loader",), "config.json gives no vocab_size; add the number of logits"
+        )
+    problem = "no model runs, and all answers are made up: for load tests alone"
+    yield Finding(("model_loader",), problem, "warning")
+    if options.speculating:
+        source = _DRAFT if options.drafting else _LOOKUP
+        yield Finding((source,), "model_loader=sim verifies no drafts; leave it out")
+    times, limit = options.sim_step_ms, options.max_model_len or 0
+    if isinstance(times, StepTimes):
+        longest = {"prefill": (options.context_length_estimate or (limit,))[-1], "decode": limit}
+        for part, length in longest.items():
+            if length > max(getattr(times, part)):
+                yield Finding((_STEP_MS,), f"{part} has no time for {length} tokens; add one")
 
 
 def _no_equivalent(case: Case) -> Iterator[Finding]:

@@ -284,6 +284,7 @@ def _facts(model: Model) -> dict[str, Any]:
         "sampling": sampling_facts(spec),
         "speculation": service.speculation,
         "chunked_prefill": spec.mixed_steps,
+        "simulated": spec.simulated,
         "copies": [
             {"state": "ready" if copy.alive else copy.loop.stage, "cores": copy.cores}
             for copy in service.loop.copies

@@ -20,7 +20,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from djl_python_neuronx.artifacts import hub
 from djl_python_neuronx.artifacts.fetch import fetch
-from djl_python_neuronx.artifacts.folder import MAX_JSON_BYTES, SERVING
+from djl_python_neuronx.artifacts.folder import EVERYTHING, MAX_JSON_BYTES, SERVING
 from djl_python_neuronx.artifacts.hub import check_whole
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ArtifactNotFoundError
 from tests.artifacts.folders import tensors
@@ -247,12 +247,12 @@ def test_a_revision_and_a_token(server, environ):
     assert "Bearer hf_other" in server.tokens
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_a_model_of_the_hub_is_that_of_its_revision(server, environ, tmp_path, everything):
-    given = {"environ": environ, "root": tmp_path, "everything": everything}
+@pytest.mark.parametrize("selection", [SERVING, EVERYTHING])
+def test_a_model_of_the_hub_is_that_of_its_revision(server, environ, tmp_path, selection):
+    given = {"environ": environ, "root": tmp_path, "selection": selection}
     folder = fetch("ours/llama", revision="v2", **given)
     assert folder.name == COMMITS["v2"]
-    assert contents(folder).keys() == (FILES.keys() if everything else WANTED)
+    assert contents(folder).keys() == (FILES.keys() if selection is EVERYTHING else WANTED)
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(server, environ):

@@ -17,6 +17,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.backends import BackendModule, CompilingModule
 from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.tnx.model import CLASSES
+from djl_python_neuronx.config.step_times import StepTimes
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.tnx.capabilities import TNX
@@ -31,7 +32,7 @@ COMPILING = FUNCTIONS | {"compile", "uncompilable", "compiler_version"}
 def test_every_package_is_a_backend_and_every_module_beside_them_is_none() -> None:
     folder = Path(backends.__file__).parent
     packages = {path.parent.name for path in folder.glob("*/__init__.py")}
-    assert set(backends.names()) == packages == {"cpu", "nxdi", "tnx"}
+    assert set(backends.names()) == packages == {"cpu", "nxdi", "sim", "tnx"}
     loads = [path.name for path in folder.glob("*.py") if "\ndef load(" in path.read_text()]
     assert not loads
 
@@ -126,7 +127,7 @@ def test_a_plan_crosses_to_another_process_as_it_is() -> None:
     )
     plan = backends.LoadPlan(
         Path("/ä b"), 2, 64, (16, 32), (32, 64), "bfloat16", "presharded", 4, 8, True, "main", 3,
-        frozenset({1, 2}), 3, True, "global_top_k", True, arguments,
+        StepTimes(prefill={64: 1.5}, decode={64: 2.0}), frozenset({1, 2}), 3, True, "global_top_k", True, arguments,
     )  # fmt: skip
     plans = TypeAdapter(backends.LoadPlan)
     default = backends.LoadPlan(Path(), 1, 1, (1,))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.step_times import StepTimes
 
 LEFT_OUT = "no equivalent: left out, it only tunes"
 REFUSED = "no equivalent: refused"
@@ -183,7 +184,9 @@ GENERAL = {
         ("feature-extraction", "fill-mask", 7),
         env=("HF_TASK",),
     ),
-    "model_loader": choice("auto", "cpu", "tnx", "nxdi", "optimum", "vllm", also_bad=("gpu",)),
+    "model_loader": choice(
+        "auto", "cpu", "tnx", "nxdi", "sim", "optimum", "vllm", also_bad=("gpu",)
+    ),
     "tensor_parallel_degree": Row(
         (("8", 8), (8, 8), ("max", "max"), ("MAX", "max")),
         ("0", "-1", "most", "1.5", [1]),
@@ -222,6 +225,25 @@ GENERAL = {
     ),
     "skip_warmup": flag(),
     "cpu_threads": count(),
+    "sim_step_ms": Row(
+        (
+            *(("12.5", 12.5), ("7", 7.0), (0, 0.0)),
+            (
+                '{"prefill": {"64": 20, "512": 90.5}, "decode": {"512": 0}}',
+                StepTimes(prefill={64: 20.0, 512: 90.5}, decode={512: 0.0}),
+            ),
+        ),
+        (
+            *("-1", "nan", "inf", "3600001", "true", True, [1], "[1]", "{}", "steps.json"),
+            *('{"prefill": {"64": 20}}', '{"prefill": {}, "decode": {"512": 1}}'),
+            '{"prefill": {"64": 20}, "decode": {"512": 1}, "verify": {}}',
+            *(
+                f'{{"prefill": {{"64": {ms}}}, "decode": {{"512": 1}}}}'
+                for ms in ("-1", "null", '"1"')
+            ),
+            '{"prefill": {"0": 20}, "decode": {"512": 1}}',
+        ),
+    ),
 }
 
 BATCHING = {

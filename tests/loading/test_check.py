@@ -580,7 +580,7 @@ JSON = st.recursive(
     max_leaves=5,
 )
 SETTINGS = {
-    "model_loader": ["tnx", "nxdi", "cpu", "auto"],
+    "model_loader": ["tnx", "nxdi", "cpu", "sim", "auto"],
     "n_positions": ["128", "64,512", "99999999", "0"],
     "max_rolling_batch_size": ["1", "7", "999"],
     "tensor_parallel_degree": ["max", "3", "24"],

@@ -56,6 +56,13 @@ def test_a_model_in_s3_is_served_and_fetched_once(aws, bucket, tmp_path, caplog)
     assert "seconds=" in fetched[0]
 
 
+def test_a_simulated_device_fetches_no_weights(aws, bucket, tmp_path):
+    put_tiny(bucket)
+    for options, num_files in (({**CPU, "model_loader": "sim"}, 0), (CPU, 1)):
+        load(aws, {**options, "model_id": "s3://models/tiny"}, tmp_path)
+        assert len([*(tmp_path / "downloads").rglob("model.safetensors")]) == num_files
+
+
 def test_a_model_that_s3_does_not_have(aws, tmp_path):
     with pytest.raises(ArtifactNotFoundError, match="s3://models/none/"):
         load(aws, {**CPU, "model_id": "s3://models/none"}, tmp_path)

@@ -166,6 +166,7 @@ def test_info_tells_where_tokens_are_sampled(spec: ModelSpec, sampling: dict[str
             "sampling": sampling,
             "speculation": None,
             "chunked_prefill": False,
+            "simulated": False,
             "copies": [{"state": "ready", "cores": ""}],
         }
         assert {name: facts[name] for name in ours} == ours
