@@ -222,11 +222,12 @@ def _combined(keywords: Mapping[str, Any], positions: object) -> dict[str, Any]:
         given["context_encoding_buckets"] = [given.get("max_context_length") or limit]
     elif isinstance(prompt, int) and "context_encoding_buckets" not in given:
         given["max_context_length"] = make_buckets(prompt)
-    for buckets, lengths in {
-        "token_generation_buckets": names,
-        "context_encoding_buckets": ("max_context_length",),
-    }.items():
+    for buckets, lengths, elsewhere in (
+        ("token_generation_buckets", names, limit),
+        ("context_encoding_buckets", ("max_context_length",), None),
+    ):
         found = {parse_value("n_positions", given[name]) for name in lengths if name in given}
+        found = found or {elsewhere}
         longest = found.pop() if len(found) == 1 else None
         shorter = parse_value("context_length_estimate", given.get(buckets))
         if isinstance(shorter, tuple) and isinstance(longest, int) and shorter[-1] <= longest:

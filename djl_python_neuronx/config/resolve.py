@@ -376,13 +376,18 @@ def _contradicts(name: str, one: Setting, two: Setting) -> bool:
 
 
 def _overridden(name: str, winner: Setting, setting: Setting) -> bool:
-    """True if `winner` overrides another value unexpectedly; the command line is meant to."""
+    """True if `winner` overrides another value unexpectedly; the command line is meant to.
+
+    Buckets agree with the length that is their longest.
+    """
+    won, lost = parse_value(name, winner.value), parse_value(name, setting.value)
     return (
         winner.origin not in {setting.origin, sources.DJL, sources.COMMAND_LINE}
         and winner.source != setting.source
         and setting.source in _OVERRIDDEN_PLACES
         and setting.by_user
-        and parse_value(name, winner.value) != parse_value(name, setting.value)
+        and won != lost
+        and (not isinstance(won, tuple) or won[-1:] != (lost,))
     )
 
 

@@ -543,6 +543,17 @@ class TestOverrides:
         options, _, texts = with_override({"seq_len": 512}, lines, n_positions="2048")
         assert (options.n_positions, texts["error"]) == (2048, ())
 
+    def test_buckets_have_the_length_that_stands_elsewhere(self):
+        """As with vLLM, where the length is a flag and the buckets are keywords."""
+        for buckets in ([256, 512, 1024], [256, 512]):
+            given = {"token_generation_buckets": buckets}
+            options, _, texts = with_override(given, ["option.n_positions=1024"])
+            assert options.n_positions == (256, 512, 1024)
+            assert "overrides" not in "".join(texts["warning"])
+        options, _, texts = with_override(given, ["option.n_positions=384"])
+        assert options.n_positions == (256, 512)
+        assert "overrides n_positions=384" in "".join(texts["warning"])
+
     def test_a_value_that_the_option_does_not_allow_is_refused_where_it_stands(self):
         _, _, texts = with_override({"batch_size": "many"})
         assert "line 1: batch_size" in texts["error"][0]
