@@ -357,7 +357,11 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.artifacts.convert import convert
+    try:
+        from djl_python_neuronx.artifacts.convert import convert
+    except ImportError as error:
+        msg = "converting a checkpoint needs torch, which is not installed. Run: pip install 'djl-python-neuronx[cpu]'"
+        raise ConfigError(msg) from error
 
     convert(arguments.source, arguments.destination, arguments.to)
     return 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import logging
-import math
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from safetensors import safe_open
 
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import (
@@ -31,19 +34,10 @@ from djl_python_neuronx.artifacts.weights import (
     read_key_to_filename,
     whole_file_names,
 )
-from djl_python_neuronx.errors import (
-    ArtifactAccessError,
-    ArtifactError,
-    BackendUnavailableError,
-    InvalidOptionError,
-)
-
-if TYPE_CHECKING:
-    import torch
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError
 
 logger = logging.getLogger(__name__)
 
-TARGETS = ("safetensors", "split")
 MAX_SHARD_BYTES = 5_000_000_000
 """Of one safetensors file; the default of Hugging Face's libraries."""
 
@@ -51,44 +45,61 @@ _COPIED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".md")
 _NOT_COPIED = frozenset({"config.json", "neuron_config.json", "manifest.json", KEY_TO_FILENAME})
 # Keys of config.json about compiled graphs or cut weights, which are not copied.
 _DROPPED_KEYS = frozenset({"neuron", "is_presharded_checkpoint"})
+_NAMES = {
+    getattr(torch, name): dtype
+    for dtype, (_, name) in DTYPES.items()
+    if name and hasattr(torch, name)
+}
+"""Types of torch to safetensors' names."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a checkpoint. Its values are mapped from the file, or loaded again, each time that they are used."""
+
+    dtype: str
+    """Safetensors' name."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    load: Callable[[], torch.Tensor]
+
+
+_Tensors: TypeAlias = Mapping[str, _Tensor]
 
 
 def convert(
-    source: Path, destination: Path, to: str, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    source: Path,
+    destination: Path,
+    to: Literal["safetensors", "split"],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the model in `source` to the new folder `destination` in the layout `to`, one of `TARGETS`.
+    """Write the model in `source` to the new folder `destination` in the layout `to`.
 
     One tensor is in memory at a time; each is compared with its original before the folder gets its name, so that an
     interrupted conversion leaves nothing that looks finished.
 
     Raises:
-        InvalidOptionError: there is no such target.
         ArtifactError: the source cannot be converted, or is damaged.
         ArtifactAccessError: the destination is taken, has no room or cannot be written.
-        BackendUnavailableError: torch is not installed.
     """
-    if to not in TARGETS:
-        raise InvalidOptionError(
-            name="to", value=to, origin="the command line", allowed=" or ".join(TARGETS)
-        )
     artifact = detect(source, origin="the argument `source`")
-    tensors = TensorFiles(_choose_weights(artifact, to))
+    tensors = _read(_choose_weights(artifact, to))
     with (
         storing(f"the converted model {destination}", destination.parent),
         temporary_folder(*staging(destination)) as beside,
     ):
-        _check_destination(destination, tensors.num_bytes())
-        partial = beside / "new"
-        partial.mkdir()
-        _copy_beside(artifact, partial)
+        _check_destination(destination, _num_bytes(tensors))
+        new = beside / "new"
+        new.mkdir()
+        _copy_beside(artifact, new)
         if to == "split":
-            _write_split(tensors, partial)
+            _write_split(tensors, new)
         else:
-            _write_safetensors(tensors, partial, max_shard_bytes)
-        _compare(tensors, detect(partial, origin="the conversion's own output").weights[0])
-        sync_tree(partial)
+            _write_safetensors(tensors, new, max_shard_bytes)
+        _compare(tensors, detect(new, origin="the conversion's own output").weights[0])
+        sync_tree(new)
         # Replaces an empty folder, fails for any other.
-        partial.replace(destination)
+        new.replace(destination)
     logger.info("converted source=%s destination=%s to=%s", source, destination, to)
 
 
@@ -128,27 +139,25 @@ def _copy_beside(artifact: Artifact, into: Path) -> None:
     (into / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_split(tensors: TensorFiles, into: Path) -> None:
+def _write_split(tensors: _Tensors, into: Path) -> None:
     """Write the layout of transformers-neuronx's `save_pretrained_split`.
 
     Source: transformers-neuronx, module.py, save_split.
     """
-    torch = torch_module()
     folder = into / SPLIT_FOLDER
     folder.mkdir()
     files = {
-        name: f"p{i}.{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
-        for i, name in enumerate(tensors.facts)
+        name: f"p{i}.{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}" for i, name in enumerate(tensors)
     }
     for name, file_name in files.items():
         with (folder / file_name).open("wb") as file:
             # A clone, because a view would be saved with its whole storage.
-            torch.save(tensors.load(name).clone(), file)
+            torch.save(tensors[name].load().clone(), file)
     with (folder / KEY_TO_FILENAME).open("w", encoding="utf-8") as text:
         json.dump(files, text, indent=2)
 
 
-def _write_safetensors(tensors: TensorFiles, into: Path, max_shard_bytes: int) -> None:
+def _write_safetensors(tensors: _Tensors, into: Path, max_shard_bytes: int) -> None:
     shards = list(_plan_shards(tensors, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
@@ -159,59 +168,56 @@ def _write_safetensors(tensors: TensorFiles, into: Path, max_shard_bytes: int) -
         _write_shard(tensors, names, into / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": tensors.num_bytes()}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": _num_bytes(tensors)}, "weight_map": weight_map}
         (into / "model.safetensors.index.json").write_text(
             json.dumps(index, indent=2), encoding="utf-8"
         )
 
 
-def _plan_shards(tensors: TensorFiles, max_shard_bytes: int) -> Iterator[list[str]]:
+def _plan_shards(tensors: _Tensors, max_shard_bytes: int) -> Iterator[list[str]]:
     shard: list[str] = []
     used = 0
-    for name, facts in tensors.facts.items():
-        if shard and used + facts.num_bytes > max_shard_bytes:
+    for name, tensor in tensors.items():
+        if shard and used + tensor.num_bytes > max_shard_bytes:
             yield shard
             shard, used = [], 0
         shard.append(name)
-        used += facts.num_bytes
+        used += tensor.num_bytes
     yield shard
 
 
-def _write_shard(tensors: TensorFiles, names: list[str], path: Path) -> None:
+def _write_shard(tensors: _Tensors, names: list[str], path: Path) -> None:
     """Write one safetensors file, tensor by tensor: the library (0.4 to 0.8) needs all of them in memory.
 
     Source: the safetensors format: uint64 little-endian length, a JSON header padded with spaces, then the data.
     """
     # The widest types first, so that each tensor begins at a multiple of its element's size.
-    ordered = sorted(names, key=lambda name: -tensors.facts[name].element_bytes)
+    ordered = sorted(names, key=lambda name: -DTYPES[tensors[name].dtype][0])
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in ordered:
-        begin, end = end, end + tensors.facts[name].num_bytes
-        facts = tensors.facts[name]
-        header[name] = {
-            "dtype": facts.dtype,
-            "shape": list(facts.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape, num_bytes, _ = tensors[name]
+        begin, end = end, end + num_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for name in ordered:
-            file.write(_bytes(tensors.load(name)).numpy().data)
+            file.write(_bytes(tensors[name]).numpy().data)
 
 
-def _compare(tensors: TensorFiles, written: Weights) -> None:
+def _compare(tensors: _Tensors, written: Weights) -> None:
     """Check that each tensor is in the output, with its type, shape and bits."""
-    torch, output = torch_module(), TensorFiles(written)
+    output = _read(written)
     different = [
         name
-        for name, facts in tensors.facts.items()
-        if output.facts.get(name) != facts
-        or not torch.equal(_bytes(tensors.load(name)), _bytes(output.load(name)))
+        for name, tensor in tensors.items()
+        if name not in output
+        or output[name][:3] != tensor[:3]
+        or not torch.equal(_bytes(tensor), _bytes(output[name]))
     ]
-    if different or len(output.facts) != len(tensors.facts):
+    if different or len(output) != len(tensors):
         msg = (
             f"the tensors written to {written.folder} differ from their source: {different}; the disk or the source "
             "changed meanwhile. Convert again."
@@ -219,137 +225,88 @@ def _compare(tensors: TensorFiles, written: Weights) -> None:
         raise ArtifactError(msg)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch_module().uint8)
+def _bytes(tensor: _Tensor) -> torch.Tensor:
+    return tensor.load().contiguous().reshape(-1).view(torch.uint8)
 
 
-class Facts(NamedTuple):
-    """A tensor without its values."""
-
-    dtype: str
-    """Safetensors' name."""
-    shape: tuple[int, ...]
-
-    @property
-    def element_bytes(self) -> int:
-        """Of one element."""
-        return DTYPES[self.dtype][0] // 8
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all elements."""
-        return math.prod(self.shape) * self.element_bytes
+def _num_bytes(tensors: _Tensors) -> int:
+    return sum(tensor.num_bytes for tensor in tensors.values())
 
 
-class TensorFiles:
-    """Names, types and shapes of all tensors of `weights`; values are mapped from the files on demand.
+def _read(weights: Weights) -> dict[str, _Tensor]:
+    """All tensors of a checkpoint.
 
     Raises:
         ArtifactError: a file cannot be loaded, or holds anything but tensors of known types.
-        BackendUnavailableError: torch is not installed.
     """
-
-    def __init__(self, weights: Weights) -> None:
-        self._kind = weights.kind
-        self._torch = torch_module()
-        self._names = {
-            getattr(self._torch, name): dtype
-            for dtype, (_, name) in DTYPES.items()
-            if name and hasattr(self._torch, name)
+    folder = Folder.open(weights.folder)
+    if weights.kind == "split":
+        inner = folder.sub(SPLIT_FOLDER)
+        files = {name: inner.path / file for name, file in read_key_to_filename(inner).items()}
+        return {
+            name: _described(path, name, partial(_unpickle, path)) for name, path in files.items()
         }
-        self._pickles: dict[Path, dict[str, Any]] = {}
-        self._paths: dict[str, Path] = {}
-        self.facts: dict[str, Facts] = {}
-        folder = Folder.open(weights.folder)
-        if self._kind == "split":
-            inner = folder.sub(SPLIT_FOLDER)
-            for name, file in read_key_to_filename(inner).items():
-                self._paths[name] = inner.path / file
-                self._describe(name)
-        else:
-            for file in whole_file_names(folder):
-                self._add(folder.path / file)
+    read = _read_safetensors if weights.kind == "safetensors" else _read_pickle
+    return dict(chain(*(read(folder.path / file) for file in whole_file_names(folder))))
 
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(facts.num_bytes for facts in self.facts.values())
 
-    def load(self, name: str) -> torch.Tensor:
-        """The values; those of pickles and split files are mapped, so read from the disk when they are used."""
-        path = self._paths[name]
-        with self._translated(path):
-            if self._kind == "safetensors":
-                opener = importlib.import_module("safetensors").safe_open
-                with opener(str(path), framework="pt") as file:
-                    loaded = file.get_tensor(name)
-            elif self._kind == "split":
-                loaded = self._unpickle(path)
-            else:
-                loaded = self._pickles[path][name]
-        if not isinstance(loaded, self._torch.Tensor):
-            msg = f"{path} holds a {type(loaded).__name__} as {name}; expected a tensor. Use the original checkpoint."
-            raise ArtifactError(msg)
-        return cast("torch.Tensor", loaded)
+def _read_safetensors(path: Path) -> Iterator[tuple[str, _Tensor]]:
+    for name, (dtype, shape, begin, end) in read_header(path).items():
+        if not DTYPES[dtype][1]:
+            raise _foreign(path, name, dtype)
+        yield name, _Tensor(dtype, shape, end - begin, partial(_mapped, path, name))
 
-    def _add(self, path: Path) -> None:
-        """The tensors of one file of whole weights."""
-        if self._kind == "safetensors":
-            for name, entry in read_header(path).items():
-                self._paths[name] = path
-                if not DTYPES[entry.dtype][1]:
-                    raise self._foreign(name, entry.dtype)
-                self.facts[name] = Facts(entry.dtype, entry.shape)
-            return
-        with self._translated(path):
-            loaded = self._unpickle(path)
-        if not isinstance(loaded, dict):
-            msg = f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors. Use another checkpoint."
-            raise ArtifactError(msg)
-        self._pickles[path] = loaded
-        for name in loaded:
-            self._paths[name] = path
-            self._describe(name)
 
-    def _unpickle(self, path: Path) -> Any:  # noqa: ANN401
-        # Files from before torch 1.6 are no archives and cannot be mapped: these are in memory as a whole.
+def _read_pickle(path: Path) -> Iterator[tuple[str, _Tensor]]:
+    loaded = _unpickle(path)
+    if not isinstance(loaded, dict):
+        msg = f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors. Use another checkpoint."
+        raise ArtifactError(msg)
+    for name in loaded:
+        yield name, _described(path, name, partial(loaded.__getitem__, name))
+
+
+def _described(path: Path, name: str, load: Callable[[], Any]) -> _Tensor:
+    tensor = load()
+    if not isinstance(tensor, torch.Tensor):
+        msg = f"{path} holds a {type(tensor).__name__} as {name}; expected a tensor. Use the original checkpoint."
+        raise ArtifactError(msg)
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        raise _foreign(path, name, f"{tensor.layout} {tensor.dtype}")
+    return _Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, load)
+
+
+def _mapped(path: Path, name: str) -> torch.Tensor:
+    with _translated(path), safe_open(str(path), framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _unpickle(path: Path) -> Any:  # noqa: ANN401
+    # Files from before torch 1.6 are no archives and cannot be mapped: these are in memory as a whole.
+    with _translated(path):
         mapped = zipfile.is_zipfile(path)
-        return self._torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-
-    def _describe(self, name: str) -> None:
-        tensor = self.load(name)
-        dtype = self._names.get(tensor.dtype)
-        if dtype is None or tensor.layout != self._torch.strided:
-            raise self._foreign(name, f"{tensor.layout} {tensor.dtype}")
-        self.facts[name] = Facts(dtype, tuple(tensor.shape))
-
-    def _foreign(self, name: str, dtype: str) -> ArtifactError:
-        return ArtifactError(
-            f"{self._paths[name]} holds {name} as {dtype}; expected a dense tensor of "
-            f"{', '.join(known for _, known in DTYPES.values() if known)}. Quantised or sparse checkpoints cannot be "
-            "converted."
-        )
-
-    @contextlib.contextmanager
-    def _translated(self, path: Path) -> Iterator[None]:
-        try:
-            with reading(path):
-                yield
-        except ArtifactError:
-            raise
-        except Exception as error:
-            # torch and safetensors raise RuntimeError, UnpicklingError, KeyError and types of their own.
-            msg = f"{path} cannot be loaded: {type(error).__name__}: {error}. Copy or download it again."
-            raise ArtifactError(msg) from error
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
-def torch_module() -> Any:  # noqa: ANN401
-    """The module torch.
+def _foreign(path: Path, name: str, dtype: str) -> ArtifactError:
+    return ArtifactError(
+        f"{path} holds {name} as {dtype}; expected a dense tensor of "
+        f"{', '.join(known for _, known in DTYPES.values() if known)}. Quantised or sparse checkpoints cannot be "
+        "converted."
+    )
 
-    Raises:
-        BackendUnavailableError: it is not installed.
-    """
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
     try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        msg = "converting a checkpoint needs torch, which is not installed. Run: pip install 'djl-python-neuronx[cpu]'"
-        raise BackendUnavailableError(msg) from error
+        with reading(path):
+            yield
+    except ArtifactError:
+        raise
+    except Exception as error:
+        # torch and safetensors raise RuntimeError, UnpicklingError, KeyError and types of their own.
+        msg = (
+            f"{path} cannot be loaded: {type(error).__name__}: {error}. Copy or download it again."
+        )
+        raise ArtifactError(msg) from error

@@ -25,7 +25,6 @@ from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
-    InvalidOptionError,
 )
 from tests.artifacts import folders  # noqa: E402
 from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
@@ -192,11 +191,6 @@ def test_what_is_there_already_is_not_made_again(tmp_path, whole):
         convert(whole, tmp_path / "made", "safetensors")
 
 
-def test_an_unknown_target_lists_the_known(tmp_path, whole):
-    with pytest.raises(InvalidOptionError, match=r"'gguf'.*expected safetensors or split"):
-        convert(whole, tmp_path / "made", "gguf")
-
-
 def test_nothing_is_overwritten_but_an_empty_folder_is_filled(tmp_path, whole):
     (tmp_path / "made").mkdir()
     convert(whole, tmp_path / "made", "split")
@@ -268,10 +262,10 @@ def test_a_type_that_torch_has_not_is_named(tmp_path, whole, dtype):
 
 
 def test_a_file_that_has_gone_is_named(whole):
-    files = module.TensorFiles(detect(whole).weights[0])
+    tensors = module._read(detect(whole).weights[0])
     (whole / "model.safetensors").unlink()
     with pytest.raises(ArtifactNotFoundError, match=r"model\.safetensors disappeared"):
-        files.load("scale")
+        tensors["scale"].load()
 
 
 def test_damage_inside_a_file_is_an_artifact_error(tmp_path, split):
