@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from calls import Call
-from plan import (
+from deploy.sagemaker.calls import Call
+from deploy.sagemaker.plan import (
     BYTES_PER_S,
     DISK_GIB,
     GIB,
@@ -19,7 +19,6 @@ from plan import (
     named_model,
     plan,
 )
-
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import machines
 

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from calls import POLICY_ARN, Call, bounds
-from dashboard import dashboard
-from plan import DISK_GIB, GIB, Plan, given_variables, plan, timeouts
-
+from deploy.sagemaker.calls import POLICY_ARN, Call, bounds
+from deploy.sagemaker.dashboard import dashboard
+from deploy.sagemaker.plan import DISK_GIB, GIB, Plan, given_variables, plan, timeouts
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import machines
@@ -161,8 +160,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[Plan, list[Call]]:
     there_gib = machines.INSTANCES[arguments.instance.removeprefix("ml.")].host_memory_gib
     if host_gib > there_gib and not arguments.copies:
         print(
-            f"deploy.py: warning: a load takes up to {host_gib:.1f} GiB of the host's memory, and {arguments.instance} "
-            f"has {there_gib} GiB: the start may fail; choose a larger instance",
+            f"deploy.sagemaker: warning: a load takes up to {host_gib:.1f} GiB of the host's memory, and "
+            f"{arguments.instance} has {there_gib} GiB: the start may fail; choose a larger instance",
             file=sys.stderr,
         )
     config = endpoint_config_call(arguments, planned)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from calls import bounds, service_model
-
+from deploy.sagemaker.calls import bounds, service_model
 from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
@@ -113,8 +112,8 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         copies=len(placement.placed[0]),
     )
     print(
-        f"deploy.py: planned for each container: {planned.copies} x {prepared.need.cores} NeuronCores of {instance}, "
-        f"{planned.slots} slots, backend {prepared.backend} (the image needs it)",
+        f"deploy.sagemaker: planned for each container: {planned.copies} x {prepared.need.cores} NeuronCores of "
+        f"{instance}, {planned.slots} slots, backend {prepared.backend} (the image needs it)",
         file=sys.stderr,
     )
     return planned
@@ -209,7 +208,7 @@ def timeouts(planned: Plan, *, downloads_itself: bool) -> dict[str, int]:
             if planned.copies > 1:
                 fix = "lower OPTION_REPLICAS"
             if planned.compile_s:
-                fix = "compile beforehand (deploy.py compile) and set OPTION_COMPILATION=forbid"
+                fix = "compile beforehand (python -m deploy.sagemaker compile) and set OPTION_COMPILATION=forbid"
             msg = f"{name} would have to be {found[name]} s, and SageMaker allows {most} s ({words}); {fix}"
             raise ConfigError(msg)
     return found

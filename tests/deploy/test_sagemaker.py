@@ -10,9 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
-import calls as aws
-import endpoint
-import iam
 import pytest
 from botocore import xform_name
 from botocore.session import get_session
@@ -22,7 +19,9 @@ from moto.sagemaker.exceptions import ValidationError
 from moto.sagemaker.models import FakeEndpointConfig
 from moto.sagemaker.responses import SageMakerResponse
 
-import deploy
+from deploy.sagemaker import __main__ as deploy
+from deploy.sagemaker import calls as aws
+from deploy.sagemaker import endpoint, iam
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import read_settings
 from djl_python_neuronx.planning import machines
@@ -879,7 +878,7 @@ def test_what_lacks_something_is_an_error(moto, folder, monkeypatch, capsys):
     refuse(monkeypatch, "create_endpoint", 'Could not find endpoint configuration "chat-1".')
     given = arguments(folder("llama-3-8b"), "deploy", OPTION_COMPILATION="forbid")
     error = refused(capsys, *given)
-    assert "deploy.py: sagemaker create_endpoint: " in error
+    assert "deploy.sagemaker: sagemaker create_endpoint: " in error
     assert "Could not find endpoint configuration" in error
 
 
@@ -903,10 +902,10 @@ def test_without_credentials(monkeypatch, capsys, tmp_path):
 
 
 def test_the_commands_of_the_readme(tmp_path):
-    """Its lines with `python deploy.py`, with the variables that it sets."""
+    """Its lines with `python -m deploy.sagemaker`, with the variables that it sets."""
     text = (Path(deploy.__file__).parent / "README.md").read_text().replace("\\\n", " ")
     variables = dict(re.findall(r'^(\w+)="?(.*?)"?(?: +#.*)?$', text, re.MULTILINE))
-    found = re.findall(r"^python deploy\.py (.*)$", text, re.MULTILINE)
+    found = re.findall(r"^python -m deploy\.sagemaker (.*)$", text, re.MULTILINE)
     seen = set()
     for line in found:
         for _ in range(2):

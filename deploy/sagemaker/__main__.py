@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Creates, updates and deletes a SageMaker endpoint with a model on Neuron instances; compiles the model beforehand.
 
 Every command first plans the model with the package (`djl-neuronx check`) and validates each call against botocore's
@@ -17,11 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from calls import regions, run, validate
-from compile_ahead import compile_ahead
-from endpoint import delete, deploy, span, update
-from iam import POLICIES, policy, registry
-
+from deploy.sagemaker.calls import regions, run, validate
+from deploy.sagemaker.compile_ahead import compile_ahead
+from deploy.sagemaker.endpoint import delete, deploy, span, update
+from deploy.sagemaker.iam import POLICIES, policy, registry
 from djl_python_neuronx.errors import ConfigError, ServingError
 
 FIRST_VERSION = "1"
@@ -73,7 +71,9 @@ def _size(text: str) -> float:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m deploy.sagemaker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
     for name, text, adding in (
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run(calls, parsed.region)
     except ServingError as error:
-        print(f"deploy.py: {error}", file=sys.stderr)
+        print(f"deploy.sagemaker: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,0 +1,1 @@
+"""Deployment beyond the package: what calls the APIs of a cloud."""
