@@ -118,9 +118,13 @@ class Resolved:
         return f"{listed}: {finding.problem}" if listed else finding.problem
 
     def report(self, findings: Iterable[Finding], problems: Problems) -> None:
-        """Add the findings to `problems`, each with the values and origins of its options."""
+        """Add the findings to `problems`, each with the values and origins of its options.
+
+        Errors about an option whose value is not allowed are left out: they would judge the default in its place.
+        """
         for finding in findings:
-            problems.add(finding.level, self.describe(finding), finding.names)
+            if finding.level != "error" or self.refused.keys().isdisjoint(finding.names):
+                problems.add(finding.level, self.describe(finding), finding.names)
 
 
 def read_settings(
