@@ -155,34 +155,6 @@ class CompileStore:
         self._roots = (root,) if fallback is None else (root, fallback)
         self._mirror = mirror
 
-    def find(self, facts: CompileFacts, *, hashes: Hashes = "all") -> Path | None:
-        """The finished compile for these facts, verified; None if there is none on this machine.
-
-        Raises:
-            ArtifactAccessError: it cannot be read.
-            ArtifactError: there is one that is damaged, and no whole one.
-        """
-        damage: ArtifactError | None = None
-        for root in self._roots:
-            folder = root / facts.key
-            if not folder.is_dir():
-                continue
-            try:
-                manifest = manifests.read(folder)
-                check_facts(facts, manifest.facts, where=str(folder))
-                manifests.verify(folder, manifest, hashes=hashes)
-            except ArtifactAccessError:
-                raise
-            except ArtifactError as error:
-                damage = damage or error
-                continue
-            if damage is not None:
-                logger.warning("compile_damaged key=%s used=%s error=%s", facts.key, folder, damage)
-            return folder
-        if damage is not None:
-            raise damage
-        return None
-
     def nearest(self, facts: CompileFacts) -> tuple[str, CompileFacts] | None:
         """Place and facts of the compile of the same artifact and role with the fewest differences, or None.
 
@@ -214,7 +186,7 @@ class CompileStore:
         damages: list[ArtifactError] = []
         for one in (facts, *_in_other_roles(facts)):
             found = damages if one == facts else []
-            if _unless_damaged(partial(self.find, one, hashes="none"), found):
+            if self._find(one, found, "none"):
                 return None
             if self._mirror and _unless_damaged(partial(self._mirror.manifest, one), found):
                 return None
@@ -246,7 +218,7 @@ class CompileStore:
             ArtifactAccessError: no folder can be written, or the disk is full.
             ArtifactError: a compile or the mirror cannot be read.
         """
-        found = self._find_whole(facts, [])
+        found = self._find(facts, [])
         if found is not None and (self._is_pushed(facts) or not any(map(is_writable, self._roots))):
             return found
         root = self._writable_root()
@@ -254,7 +226,7 @@ class CompileStore:
             damages: list[ArtifactError] = []
             # The previous holder of the lock may have made it.
             found = (
-                self._find_whole(facts, damages)
+                self._find(facts, damages)
                 or self._pull(facts, root, damages)
                 or self._adopt(facts, root)
             )
@@ -266,8 +238,24 @@ class CompileStore:
             remove_stale(root / ".work", root / ".locks")
         return found
 
-    def _find_whole(self, facts: CompileFacts, damages: list[ArtifactError]) -> Path | None:
-        return _unless_damaged(lambda: self.find(facts), damages)
+    def _find(
+        self, facts: CompileFacts, damages: list[ArtifactError], hashes: Hashes = "all"
+    ) -> Path | None:
+        """The finished compile for these facts, verified; None if there is no whole one on this machine.
+
+        Raises:
+            ArtifactAccessError: it cannot be read.
+        """
+        for folder in [root / facts.key for root in self._roots]:
+            if folder.is_dir() and _unless_damaged(
+                partial(_verified, folder, facts, hashes), damages
+            ):
+                for damage in damages:
+                    logger.warning(
+                        "compile_damaged key=%s used=%s error=%s", facts.key, folder, damage
+                    )
+                return folder
+        return None
 
     def _miss(self, facts: CompileFacts, damages: list[ArtifactError]) -> Miss:
         return Miss(facts, next(iter(damages), None), self.nearest(facts))
@@ -293,7 +281,7 @@ class CompileStore:
     def _adopt(self, facts: CompileFacts, root: Path) -> Path | None:
         """Link the compile for the same facts in another role, whose files are the same; None if there is none."""
         for other in _in_other_roles(facts):
-            found = self._find_whole(other, []) or self._pull(other, root, [])
+            found = self._find(other, []) or self._pull(other, root, [])
             if found is None:
                 continue
             with storing(f"the compile {facts.key}", root):
@@ -334,6 +322,18 @@ class CompileStore:
 def _in_other_roles(facts: CompileFacts) -> list[CompileFacts]:
     others = [role for role in get_args(Role) if role != facts.role]
     return [facts.model_copy(update={"role": role}) for role in others]
+
+
+def _verified(folder: Path, facts: CompileFacts, hashes: Hashes) -> Path:
+    """`folder` itself, which holds the whole compile for these facts.
+
+    Raises:
+        ArtifactError: it does not, or cannot be read.
+    """
+    manifest = manifests.read(folder)
+    check_facts(facts, manifest.facts, where=str(folder))
+    manifests.verify(folder, manifest, hashes=hashes)
+    return folder
 
 
 def _unless_damaged(get: Callable[[], _Found], damages: list[ArtifactError]) -> _Found | None:
