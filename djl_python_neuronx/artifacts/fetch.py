@@ -29,8 +29,6 @@ from djl_python_neuronx.errors import (
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
-MAX_CONFIG_BYTES = 16 * 2**20
-"""A configuration has some kilobytes; a larger object is something else."""
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # Source: huggingface_hub, utils/_validators.py: the form of a Hub id.
@@ -190,17 +188,13 @@ def fetch_config(
 
             path = hub.fetch_config(model_id, revision, environ, origin=origin)
         return read_json(path)
-    where = f"{model_id.rstrip('/')}/{CONFIG}"
     try:
         with _no_secrets(model_id):
             content = remote.read(model_id, CONFIG, environ)
     except ArtifactNotFoundError as error:
         msg = f"there is no {CONFIG} in {model_id}; expected a model folder. Correct {origin}. {error}"
         raise ArtifactNotFoundError(msg) from error
-    if len(content) > MAX_CONFIG_BYTES:
-        msg = f"{where} is larger than {MAX_CONFIG_BYTES // 2**20} MiB; expected a model's configuration"
-        raise ArtifactError(msg)
-    return parse_object(content, where)
+    return parse_object(content, f"{model_id.rstrip('/')}/{CONFIG}")
 
 
 def _remote(model_id: str, origin: str) -> Any:  # noqa: ANN401  (a module)

@@ -32,7 +32,7 @@ from djl_python_neuronx import links
 from djl_python_neuronx.artifacts.atomic import storing, whole_file
 from djl_python_neuronx.artifacts.folder import file_names, is_plain_name, read_json, reading, some
 from djl_python_neuronx.artifacts.tensor_files import read_header
-from djl_python_neuronx.config.values import jsonable
+from djl_python_neuronx.config.values import jsonable, plain
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 
 FILE_NAME = "manifest.json"
@@ -57,16 +57,8 @@ _WEIGHT_KINDS = (("*.safetensors",), ("pytorch_model*.bin", "pytorch_model.bin/p
 _SMALL_FILES = ("config.json", "*.py")
 
 
-def _plain_json(value: object) -> object:
-    """The value as it is read back: lists for tuples, text keys."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, RecursionError) as error:
-        raise ValueError(error) from error
-
-
-Options = Annotated[dict[str, Any], BeforeValidator(_plain_json)]
-"""Values of JSON by name."""
+Options = Annotated[dict[str, Any], BeforeValidator(lambda value: plain(value))]
+"""Values of JSON by name, as they are read back: lists for tuples."""
 
 
 class CompileFacts(BaseModel):

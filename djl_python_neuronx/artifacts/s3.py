@@ -29,7 +29,14 @@ from djl_python_neuronx.artifacts.cache import (
     RemoteFile,
     measure_transfer,
 )
-from djl_python_neuronx.artifacts.folder import EVERYTHING, SERVING, Selection, check_names, some
+from djl_python_neuronx.artifacts.folder import (
+    EVERYTHING,
+    MAX_JSON_BYTES,
+    SERVING,
+    Selection,
+    check_names,
+    some,
+)
 from djl_python_neuronx.artifacts.manifest import FILE_NAME, listed_files, unfinished
 from djl_python_neuronx.artifacts.s3_checksums import is_intact, require_algorithms
 from djl_python_neuronx.artifacts.s3_transfer import NUM_THREADS, Download
@@ -41,7 +48,6 @@ ATTEMPTS = 8
 _READ_TIMEOUT_S = 30.0
 """Silence after which a request is repeated."""
 _CONNECT_TIMEOUT_S = 10
-_MAX_READ_BYTES = 64 * 2**20
 _BODY_ATTEMPTS = 4
 _NUM_LISTED = 20
 _MAX_LISTED = 100_000
@@ -158,7 +164,7 @@ class S3Folder:
             return is_intact(self.client, self.bucket, self.prefix + file.name, file, path)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small object, or None if it has more than 64 MiB.
+        """The content of a JSON file, or None if it has more than `MAX_JSON_BYTES`.
 
         It is read again if its body breaks off, which botocore does not retry.
         """
@@ -168,9 +174,9 @@ class S3Folder:
                 content = bytearray()
                 with contextlib.closing(response["Body"]) as body:
                     # Whatever length the answer declares: a body in chunks may be endless.
-                    while block := body.read(_MAX_READ_BYTES + 1 - len(content)):
+                    while block := body.read(MAX_JSON_BYTES + 1 - len(content)):
                         content += block
-                        if len(content) > _MAX_READ_BYTES:
+                        if len(content) > MAX_JSON_BYTES:
                             return None
                 return bytes(content)
             except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
@@ -212,19 +218,21 @@ def list_names(uri: str, environ: Mapping[str, str]) -> Sequence[str]:
 
 
 def read(uri: str, name: str, environ: Mapping[str, str], *, attempts: int = 3) -> bytes:
-    """The content of the small object `name` in the folder `uri`. A user often waits for it: few `attempts`.
+    """The content of the JSON file `name` in the folder `uri`. A user often waits for it: few `attempts`.
 
     Raises:
         ArtifactNotFoundError: no such bucket or object.
         ArtifactAccessError: S3 cannot be reached or refuses.
-        ArtifactError: it has more than 64 MiB.
+        ArtifactError: it has more than `MAX_JSON_BYTES`.
     """
     folder = S3Folder(uri, environ, attempts=attempts)
     where = folder.uri + name
     with translated(where):
         content = folder.read(name)
     if content is None:
-        msg = f"{where} has more than {_MAX_READ_BYTES} bytes; expected a small file. Correct the URI."
+        msg = (
+            f"{where} has more than {MAX_JSON_BYTES} bytes; expected a small file. Correct the URI."
+        )
         raise ArtifactError(msg)
     return content
 

@@ -247,14 +247,12 @@ class CompileStore:
             ArtifactAccessError: it cannot be read.
         """
         for folder in [root / facts.key for root in self._roots]:
-            if folder.is_dir() and _unless_damaged(
-                partial(_verified, folder, facts, hashes), damages
-            ):
-                for damage in damages:
-                    logger.warning(
-                        "compile_damaged key=%s used=%s error=%s", facts.key, folder, damage
-                    )
-                return folder
+            verified = partial(_verified, folder, facts, hashes)
+            if not folder.is_dir() or _unless_damaged(verified, damages) is None:
+                continue
+            for damage in damages:
+                logger.warning("compile_damaged key=%s used=%s error=%s", facts.key, folder, damage)
+            return folder
         return None
 
     def _miss(self, facts: CompileFacts, damages: list[ArtifactError]) -> Miss:

@@ -35,7 +35,6 @@ from djl_python_neuronx.engine.speculation import Proposer, Speculator, verify
 from djl_python_neuronx.errors import (
     BackendError,
     DeviceMemoryError,
-    RequestError,
     RequestTimeoutError,
     ServingError,
     StepError,
@@ -140,15 +139,8 @@ class Engine:
             self.proposer.close()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request that `limits.check` has passed.
-
-        Raises:
-            RequestError: its id is in use.
-        """
+        """Queue a request that `limits.check` has passed, with an id that no other one has."""
         sequence = Sequence(request, self.spec)
-        if request.request_id in self._live:
-            msg = f"request id {request.request_id!r} is already in use; send another"
-            raise RequestError(msg)
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 

@@ -268,7 +268,7 @@ S3_REFUSALS = [
     ("s3://secret/x", KEYS, ArtifactAccessError, ["AccessDenied", "s3:GetObject"]),
     ("s3://bucket/broken", KEYS, ArtifactError, ["not valid JSON"]),
     ("s3://bucket/list", KEYS, ArtifactError, ["expected an object"]),
-    ("s3://bucket/large", KEYS, ArtifactError, ["larger than 16 MiB"]),
+    ("s3://bucket/large", KEYS, ArtifactError, ["has more than 33554432 bytes"]),
     ("s3://", KEYS, ArtifactNotFoundError, ["names no bucket"]),
     ("s3://bucket/model", {}, ArtifactAccessError, ["credentials"]),
 ]
@@ -280,7 +280,7 @@ def test_what_s3_refuses(uri, keys, error, words):
     objects = {
         "bucket/broken/config.json": b"{",
         "bucket/list/config.json": b"[1]",
-        "bucket/large/config.json": b" " * (fetch.MAX_CONFIG_BYTES + 1),
+        "bucket/large/config.json": b" " * (32 * 2**20 + 1),
         "secret/x/config.json": BYTES,
     }
     with (

@@ -157,7 +157,7 @@ class Endless(Quiet):
 
 
 def test_a_small_object_that_never_ends_is_read_to_the_limit(monkeypatch):
-    monkeypatch.setattr(s3, "_MAX_READ_BYTES", 2**20)
+    monkeypatch.setattr(s3, "MAX_JSON_BYTES", 2**20)
     environ = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "x"}
     with serving(Endless) as url, pytest.raises(ArtifactError, match="has more than 1048576 byt"):
         s3.read(URI, "config.json", {**environ, "AWS_ENDPOINT_URL": url})
