@@ -9,8 +9,8 @@
     export PYTHONPATH=<their CPU rig>:$NXDI_SRC/src:$NXD_SRC/src
     python benchmarks/device_bound.py --backend nxdi --step-ms 30              # the whole table, 13 minutes
 
-`--device sleep`: a device that only waits (`sleep_device.py`), and costs the host nothing. One row for each shape,
-setting and door, medians of `--runs` runs, the servers and the bare loop in turn:
+`--device sleep`: the sim backend (`sleep_device.py`), which only waits, and costs the host nothing. One row for each
+shape, setting and door, medians of `--runs` runs, the servers and the bare loop in turn:
 
 * `door`: what the streams are read from. `embedded`: `djl-neuronx serve`. `djl_async`, `djl_rolling`: DJL's released
   Java engine in that mode, run by `tests/djl` (Java 17, Maven).
@@ -417,7 +417,7 @@ Door = Embedded | Released
 
 
 @contextlib.contextmanager
-def open_door(name: str, folder: Path, engine_process: str, **shape: int) -> Iterator[Door]:
+def open_door(name: str, folder: Path, engine_process: str, **shape: float) -> Iterator[Door]:
     """A server of a model folder; `shape`: see `sleep_device.options`."""
     model_options = sleep_device.options(engine_process, **shape)
     if name == "embedded":
@@ -483,18 +483,24 @@ def measure_shape(
     # Real steps are longer than `step_ms`, so no stream ends within a run's clock.
     num_tokens = 2 * SLEEP_WARM_STEPS + int(options.seconds / step_ms * 1e3)
     length = SLEEP_PROMPT_LEN + num_tokens
-    shape = {"rows": rows, "length": length, "longest_prompt": SLEEP_PROMPT_LEN}
-    sleep_device.save_model(work / "bare", vocab=vocab, step_s=step_ms / 1e3, length=length)
-    sleep_device.Stamps(work / "bare")
+    shape = {
+        "rows": rows,
+        "length": length,
+        "longest_prompt": SLEEP_PROMPT_LEN,
+        "step_ms": step_ms,
+    }
+    sleep_device.save_model(work / "bare", vocab=vocab, length=length)
     modes = ["true", "false"] if options.engine_process == "both" else [options.engine_process]
     doors: dict[tuple[str, str], tuple[Door, sleep_device.Stamps]] = {}
     with contextlib.ExitStack() as stack:
         for door, mode in itertools.product(options.doors, modes):
             folder = shutil.copytree(work / "bare", work / f"{door}-{mode}")
-            opened = stack.enter_context(open_door(door, folder, mode, **shape))
-            doors[door, mode] = opened, sleep_device.Stamps(folder)
+            stamps = sleep_device.Stamps(folder)
+            doors[door, mode] = stack.enter_context(open_door(door, folder, mode, **shape)), stamps
         script = str(Path(sleep_device.__file__))
-        bare = stack.enter_context(process([script, "bare", str(work / "bare"), str(rows)]))
+        bare = stack.enter_context(
+            process([script, "bare", str(work / "bare"), str(rows), str(step_ms)])
+        )
         assert bare.stdout is not None
         bare.stdout.readline()
         device_us: list[float] = []

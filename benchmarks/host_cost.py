@@ -4,13 +4,13 @@
     .venv/bin/python benchmarks/host_cost.py --json --vocab 32000 --batch 8 --setting greedy
     .venv/bin/python benchmarks/host_cost.py --pair BEFORE AFTER   # two checkouts of this repository
 
-The backend returns logits from a ring of at least 64 MB, so that each step's are not in the cache
-(one reused buffer flatters 3x), and records when it returns and when it is called again: `critical_us`
-is the median time between, which is what the device waits for, measured from outside the engine.
-`total_us` is the CPU time of all threads per step. `read_us` is the reference of the same run: one
-numpy maximum over the same logits, the least that any sampler must do; `ratio` is critical over it.
+The device is the sim backend, which returns logits from a ring of at least 64 MB, so that each step's are not in the
+cache (one reused buffer flatters 3x). It records when it returns and when it is called again: `critical_us` is the
+median time between, which is what the device waits for, measured from outside the engine. `total_us` is the CPU time
+of all threads per step, without the device's. `read_us` is the reference of the same run: one numpy maximum over the
+same logits, the least that any sampler must do; `ratio` is critical over it.
 
-A run of the device releases the GIL, as a real one does, for `--device-ms` (default 0: it yields once and returns).
+A run of the device releases the GIL, as a real one does, for `--device-ms` (default 0: it yields and returns).
 
 `--pair` runs each checkout's own copy of this file, in `--runs` processes of each, in turn (before, after,
 before, ...), and compares the smallest `critical_us` and `total_us` of each setting. Single runs of the same
@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
-from djl_python_neuronx.backends.base import HostLogits, ModelSpec, Step
+from djl_python_neuronx.backends.base import Float32Array, ModelSpec, Step, StepOutput
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.sim.backend import SimBackend
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.loop import LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
@@ -48,7 +49,6 @@ from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import GenerationRequest
 
-RING_BYTES = 64 * 2**20
 PROMPT_LEN = 64
 TEMPERATURE = 0.8
 PEAKS = 40
@@ -80,49 +80,42 @@ class Case:
     format: str
 
 
-class RingBackend:
-    """Logits at once, from a ring larger than the caches."""
+class TimedBackend(SimBackend):
+    """Notes the time between two full decodes, and the CPU time of the device."""
 
     def __init__(self, case: Case, *, num_tokens: int, device_s: float) -> None:
-        self.spec = ModelSpec(
-            num_slots=case.batch,
-            max_model_len=PROMPT_LEN + num_tokens + 1,
-            prefill_buckets=(PROMPT_LEN,),
-            vocab_size=case.vocab,
-            max_prefill_batch=case.batch,
-        )
-        self.ring = _ring(case)
+        self._logits = case.logits
+        length = PROMPT_LEN + num_tokens + 1
+        plan = LoadPlan(Path(), case.batch, length, (PROMPT_LEN,), sim_step_ms=device_s * 1e3)
+        super().__init__(plan, case.vocab, seed=0)
+        self.spec = replace(self.spec, max_prefill_batch=case.batch)
+        self.ring = self._model.ring
         self.gaps_ns: list[int] = []
-        self._device_s = device_s
-        self._turn = itertools.cycle(range(len(self.ring)))
+        self.cpu_ns = 0
         self._left_ns: int | None = None
 
-    def run(self, step: Step) -> HostLogits:
+    def _noise(self, spec: ModelSpec, seed: int) -> Float32Array:
+        """Flat, or with peaks that have most of the mass."""
+        noise = super()._noise(spec, seed)
+        if self._logits == "peaked":
+            noise *= TEMPERATURE  # so that the mass is right after the division by the temperature
+            random = np.random.default_rng(seed)
+            peaks = random.choice(spec.vocab_size, PEAKS, replace=False)
+            rest = np.exp(noise / TEMPERATURE, dtype=np.float64).sum()
+            each = np.log(PEAK_MASS / (1 - PEAK_MASS) * rest / PEAKS)
+            noise[peaks] = TEMPERATURE * (each + 0.3 * random.standard_normal(PEAKS))
+        return noise
+
+    def run(self, step: Step) -> StepOutput:
         """See `Backend`; full decodes are timed."""
-        entered_ns = time.perf_counter_ns()
-        [(kind, part)] = step.parts
-        rows = len(part.slots)
-        full = kind == "decode" and rows == self.spec.num_slots
+        entered_ns, began_ns = time.perf_counter_ns(), time.thread_time_ns()
+        full = step.decode is not None and len(step.decode.slots) == self.spec.num_slots
         if self._left_ns is not None and full:
             self.gaps_ns.append(entered_ns - self._left_ns)
-        values = self.ring[next(self._turn)][:rows, None]
-        time.sleep(self._device_s)
+        output = super().run(step)
+        self.cpu_ns += time.thread_time_ns() - began_ns
         self._left_ns = time.perf_counter_ns() if full else None
-        return HostLogits(values)
-
-    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
-        """Nothing is cached."""
-        return 0
-
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
-        """Nothing is cached."""
-        return 0
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
+        return output
 
 
 class TableTokenizer:
@@ -162,7 +155,7 @@ def measure(
     case: Case, *, num_tokens: int, device_s: float, sampling: SamplingParams | None = None
 ) -> dict[str, Any]:
     """One row: the critical path and the whole CPU time of a step. `sampling` in place of the setting's."""
-    backend = RingBackend(case, num_tokens=num_tokens, device_s=device_s)
+    backend = TimedBackend(case, num_tokens=num_tokens, device_s=device_s)
     cpu_s = _generate(case, backend, num_tokens, sampling)
     gaps = backend.gaps_ns[WARM_STEPS:]
     read_us = _read_us(backend.ring)
@@ -182,7 +175,7 @@ def growth(vocab: int, batch: int) -> dict[str, Any]:
     """The critical path at token 64 and at token 4096 of the same sequences, repetition penalty on."""
     case = Case(vocab, batch, "topk_topp_rep", "flat", "json")
     num_tokens = 4160
-    backend = RingBackend(case, num_tokens=num_tokens, device_s=0.0)
+    backend = TimedBackend(case, num_tokens=num_tokens, device_s=0.0)
     _generate(case, backend, num_tokens)
     early = statistics.median(backend.gaps_ns[32:160]) / 1e3
     late = statistics.median(backend.gaps_ns[4032:4160]) / 1e3
@@ -221,9 +214,9 @@ def under_load(vocab: int, batch: int) -> Iterator[dict[str, Any]]:
 
 
 def _generate(
-    case: Case, backend: RingBackend, num_tokens: int, sampling: SamplingParams | None = None
+    case: Case, backend: TimedBackend, num_tokens: int, sampling: SamplingParams | None = None
 ) -> float:
-    """Run a full batch to its end through loop, text and formatter; CPU seconds of the process."""
+    """Run a full batch to its end through loop, text and formatter; CPU seconds of all but the device."""
     sampling = sampling or SETTINGS[case.setting]
     random = np.random.default_rng(1)
     tokenizer = TableTokenizer(case.vocab)
@@ -256,30 +249,12 @@ def _generate(
             open_requests -= delta.finished
             if delta.error is not None:
                 raise delta.error
-    cpu_s = time.process_time() - started_s
+    cpu_s = time.process_time() - started_s - backend.cpu_ns / 1e9
     loop.close()
     return cpu_s
 
 
-def _ring(case: Case) -> npt.NDArray[np.float32]:
-    """float32[N, B, V] of at least RING_BYTES."""
-    random = np.random.default_rng(0)
-    steps = max(2, -(-RING_BYTES // (case.batch * case.vocab * 4)))
-    ring = random.standard_normal((steps, case.batch, case.vocab), dtype=np.float32)
-    if case.logits == "peaked":
-        ring *= (
-            TEMPERATURE  # so that the mass is what it says after the division by the temperature
-        )
-        for rows in ring:
-            for row in rows:
-                peaks = random.choice(case.vocab, PEAKS, replace=False)
-                rest = np.exp(row / TEMPERATURE, dtype=np.float64).sum()
-                each = np.log(PEAK_MASS / (1 - PEAK_MASS) * rest / PEAKS)
-                row[peaks] = TEMPERATURE * (each + 0.3 * random.standard_normal(PEAKS))
-    return ring
-
-
-def _read_us(ring: npt.NDArray[np.float32]) -> float:
+def _read_us(ring: Float32Array) -> float:
     times = []
     for turn in range(max(20, len(ring))):
         started_ns = time.perf_counter_ns()

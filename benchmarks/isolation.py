@@ -203,7 +203,7 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
     """The rows: `--runs` rounds of every load on every server."""
     length = PROMPT_LEN + int((options.seconds + WARM_S + 10) / STEP_MS * 1e3)
     length = max(length, LONGEST_PROMPT + 1)
-    sleep_device.save_model(work / "model", vocab=VOCAB, step_s=STEP_MS / 1e3, length=length)
+    sleep_device.save_model(work / "model", vocab=VOCAB, length=length)
     sleep_device.Stamps(work / "model")
     path = work / "model" / "tokenizer_config.json"
     path.write_bytes(orjson.dumps({**orjson.loads(path.read_bytes()), "chat_template": TEMPLATE}))
@@ -219,7 +219,11 @@ def measure(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]
                     {
                         "text_timeout": 2,
                         **sleep_device.options(
-                            mode, rows=STREAMS, length=length, longest_prompt=LONGEST_PROMPT
+                            mode,
+                            rows=STREAMS,
+                            length=length,
+                            longest_prompt=LONGEST_PROMPT,
+                            step_ms=STEP_MS,
                         ),
                     },
                 )

@@ -253,18 +253,16 @@ class Bench:
             work = Path(undo.enter_context(tempfile.TemporaryDirectory()))
             self.folders = {name: work / name for name in self._copies}
             for number, (name, folder) in enumerate(self.folders.items()):
-                sleep_device.save_model(
-                    folder,
-                    vocab=VOCAB,
-                    step_s=self._options.step_ms / 1e3,
-                    length=LENGTH,
-                    answers=number,
-                )
+                sleep_device.save_model(folder, vocab=VOCAB, length=LENGTH, number=number)
                 sleep_device.Stamps(folder)
                 lines = f"option.replicas={self._copies[name]}\n"
                 (folder / "serving.properties").write_text(lines)
             options = sleep_device.options(
-                "default", rows=self.num_slots, length=LENGTH, longest_prompt=PROMPT_LEN
+                "default",
+                rows=self.num_slots,
+                length=LENGTH,
+                longest_prompt=PROMPT_LEN,
+                step_ms=self._options.step_ms,
             )
             program = [str(Path(sleep_device.__file__))]
             folders = [*self.folders.values()]

@@ -1,7 +1,7 @@
-"""The command line of djl_python_neuronx with a device that only waits, in place of the cpu backend.
+"""The command line of djl_python_neuronx with a sim backend that writes down when its steps end.
 
-    python benchmarks/sleep_device.py serve MODEL ...    # MODEL: a folder that `save_model` has written
-    python benchmarks/sleep_device.py bare MODEL ROWS    # the bare loop: reads seconds, prints seconds per step
+    python benchmarks/sleep_device.py serve MODEL ...       # MODEL: a folder that `save_model` has written
+    python benchmarks/sleep_device.py bare MODEL ROWS MS    # the bare loop: reads seconds, prints seconds per step
 
 As `option.entryPoint` it is the handler for DJL Serving, on the same device.
 
@@ -26,28 +26,31 @@ from typing import Any
 
 import numpy as np
 import orjson
-from safetensors.numpy import save_file
-from sleep_backends.cpu import Answers, Device
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from djl_python_neuronx import backends, cli, handler
+from djl_python_neuronx.backends.base import HostLogits, Int32Array, Rows, Step, Want
+from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.sim.backend import SimBackend
 
 SLEEP_BACKENDS = str(Path(__file__).parent / "sleep_backends")
 NUM_STAMPS = 2**14
+FIRST_WORD = 256
+"""Ids from here on are words in the tokenizer of `save_tokenizer`; those below are single bytes."""
 START_S = 300.0
 ENGINE_PROCESS = ("true", "false", "both", "default")
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
-def replace_cpu_backend() -> None:
-    """Serve with the device that waits from now on, in this process and in those of its engines."""
+def replace_backend() -> None:
+    """Serve with the sim backend of `sleep_backends` from now on, in this process and in those of its engines."""
     if SLEEP_BACKENDS not in backends.__path__:
         backends.__path__.insert(0, SLEEP_BACKENDS)
 
 
 def handle(inputs: Any) -> Any:  # noqa: ANN401
     """Handle a request of DJL Serving."""
-    replace_cpu_backend()
+    replace_backend()
     return handler.handle(inputs)
 
 
@@ -64,12 +67,10 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
-def save_model(
-    folder: Path, *, vocab: int, step_s: float, length: int, answers: int | None = None
-) -> None:
-    """Write a model folder that the backend in `sleep_backends` serves; its weights are never read.
+def save_model(folder: Path, *, vocab: int, length: int, number: int = 0) -> None:
+    """Write a model folder without weights. `number`: models of other numbers give other answers.
 
-    `answers`: a number that its answers follow from, with the prompt (`right_answer`); None: they are arbitrary.
+    Bytes are eos, which the sim backend never gives: each token of an answer is a word.
     """
     folder.mkdir(parents=True)
     config = {
@@ -81,26 +82,47 @@ def save_model(
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "max_position_embeddings": length,
-        "step_s": step_s,
-        "answers": answers,
+        "eos_token_id": [*range(FIRST_WORD)],
+        "number": number,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
-    save_file({name: np.zeros(1, np.float32) for name in names}, str(folder / "model.safetensors"))
     save_tokenizer(folder, vocab)
 
 
 def right_answers(folder: Path, prompts: Sequence[str], num_tokens: int) -> list[str]:
-    """Return the texts that a model with `answers` makes of prompts of the same length."""
-    config = json.loads((folder / "config.json").read_text())
+    """Return the texts that a model makes of prompts of the same length."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    answers = Answers(config["answers"], len(prompts), config["vocab_size"])
-    ids = np.array([tokenizer.encode(prompt).ids for prompt in prompts])
-    made = []
-    for i in range(num_tokens):
-        ids = answers.after(np.arange(len(prompts)), ids, fresh=i == 0).argmax(axis=2)
-        made.append(ids)
+    ids = np.array([tokenizer.encode(prompt).ids for prompt in prompts], np.int32)
+    count, width = ids.shape
+    plan = LoadPlan(
+        folder, count, width + num_tokens, (width,), eos_ids=frozenset(range(FIRST_WORD))
+    )
+    backend = SimBackend.of(plan)
+    made = [prefill(backend, ids)]
+    for start in range(width, width + num_tokens - 1):
+        made.append(best(backend, Step(decode=make_rows(made[-1], start))))
     return tokenizer.decode_batch(np.concatenate(made, axis=1).tolist())
+
+
+def make_rows(ids: Int32Array, start: int, first: int = 0) -> Rows:
+    """Return rows of int32[B, S], all of them valid, for the slots from `first` on."""
+    count, width = ids.shape
+    lens, starts, adapters = (np.full(count, value, np.int32) for value in (width, start, 0))
+    slots = np.arange(first, first + count, dtype=np.int32)
+    return Rows(ids, lens, starts, slots, adapters, Want.LOGITS, np.ones((count, 3), np.float32))
+
+
+def prefill(backend: SimBackend, ids: Int32Array) -> Int32Array:
+    """Fill as many slots with int32[B, S]. Returns int32[B, 1]: the best next tokens."""
+    steps = [Step(prefill=make_rows(row[None], 0, slot)) for slot, row in enumerate(ids)]
+    return np.concatenate([best(backend, step) for step in steps])
+
+
+def best(backend: SimBackend, step: Step) -> Int32Array:
+    """Run a step. Returns int32[B, 1]: the best next tokens."""
+    output = backend.run(step)
+    assert isinstance(output, HostLogits)
+    return output.values.argmax(axis=2).astype(np.int32)
 
 
 @contextlib.contextmanager
@@ -150,11 +172,16 @@ def wait_ready(server: subprocess.Popen[str], port: int) -> None:
 
 
 def options(
-    engine_process: str, *, rows: int, length: int, longest_prompt: int
+    engine_process: str, *, rows: int, length: int, longest_prompt: int, step_ms: float
 ) -> dict[str, object]:
-    """Return the options that serve a model folder. `engine_process`: true, false or default, which leaves it out."""
+    """Return the options that serve a model folder. `engine_process`: true, false or default, which leaves it out.
+
+    A prefill takes no time: no run is measured before all its rows decode.
+    """
+    times = {"prefill": {longest_prompt: 0}, "decode": {length: step_ms}}
     found: dict[str, object] = {
-        "model_loader": "cpu",
+        "model_loader": "sim",
+        "sim_step_ms": json.dumps(times),
         "n_positions": length,
         "context_length_estimate": longest_prompt,
         "max_rolling_batch_size": rows,
@@ -236,15 +263,18 @@ def print_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
             print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
 
 
-def bare_loop(folder: Path, rows: int) -> None:
+def bare_loop(folder: Path, rows: int, step_ms: float) -> None:
     """Call the device and nothing else, for each line of seconds on stdin."""
-    device = Device(folder, rows)
+    backend = SimBackend.of(LoadPlan(folder, rows, 2, (1,), sim_step_ms=step_ms))
+    ids = np.ones((rows, 1), np.int32)
+    prefill(backend, ids)
+    step = Step(decode=make_rows(ids, 1))
     print("ready", flush=True)
     for line in sys.stdin:
         num_steps, began_s = 0, time.monotonic()
         end_s = began_s + float(line)
         while (now_s := time.monotonic()) < end_s:
-            device.decode(rows)
+            backend.run(step)
             num_steps += 1
         print((now_s - began_s) / num_steps, flush=True)
 
@@ -252,9 +282,9 @@ def bare_loop(folder: Path, rows: int) -> None:
 def main() -> int:
     """Run the bare loop, or a command of djl-neuronx."""
     if sys.argv[1:2] == ["bare"]:
-        bare_loop(Path(sys.argv[2]), int(sys.argv[3]))
+        bare_loop(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
         return 0
-    replace_cpu_backend()
+    replace_backend()
     return cli.main()
 
 

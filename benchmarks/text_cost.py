@@ -42,7 +42,7 @@ def measure(count: int) -> Iterator[dict[str, Any]]:
     """The rows."""
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "model"
-        sleep_device.save_model(folder, vocab=32_000, step_s=0.0, length=9000)
+        sleep_device.save_model(folder, vocab=32_000, length=9000)
         how: dict[str, Any] = {"trust_remote_code": False, "revision": None}
         here = load_tokenizer(folder, needs_torch=False, chat_template=TEMPLATE)
         worker = TokenizerProcess(folder, timeout_s=60.0, chat_template=TEMPLATE, **how)

@@ -43,7 +43,7 @@ def test_a_benchmark_starts(script):
 
 
 def test_the_sleep_device_replaces_no_backend_of_the_process_that_uses_it(tmp_path):
-    save_model(tmp_path / "model", vocab=300, step_s=0.1, length=8, answers=1)
+    save_model(tmp_path / "model", vocab=300, length=8)
     (text,) = right_answers(tmp_path / "model", ["x"], 4)
     assert len(text.split()) == 4
     assert list(backends.__path__) == [str(Path(backends.__file__).parent)]

@@ -1,0 +1,43 @@
+"""The package's sim backend, which also writes the end of each decode step to a file. It stands in for that package."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import djl_python_neuronx
+from djl_python_neuronx.backends.base import Step, StepOutput
+from djl_python_neuronx.backends.plan import LoadPlan
+
+__path__ = [str(Path(djl_python_neuronx.__file__).parent / "backends" / "sim")]
+
+from djl_python_neuronx.backends.sim.backend import SimBackend
+
+STAMPS = "stamps"
+"""File in the model's folder, int64[1 + n]: number of steps so far, then the end of step i at 1 + i % n, in ns."""
+
+
+class StampedBackend(SimBackend):
+    """A `SimBackend` that stamps its decode steps."""
+
+    def __init__(self, plan: LoadPlan, *how: Any) -> None:  # noqa: ANN401
+        super().__init__(plan, *how)
+        stamps = np.memmap(plan.model_dir / STAMPS, np.int64, "r+")
+        self._stamps = memoryview(stamps).cast("B").cast("q")
+
+    def run(self, step: Step) -> StepOutput:
+        """See `Backend`."""
+        output = super().run(step)
+        if step.decode is not None:
+            done = self._stamps[0]
+            self._stamps[1 + done % (len(self._stamps) - 1)] = time.monotonic_ns()
+            self._stamps[0] = done + 1
+        return output
+
+
+def load(plan: LoadPlan, compiled: Path | None = None) -> StampedBackend:  # noqa: ARG001
+    """See `BackendModule`."""
+    return StampedBackend.of(plan)
