@@ -43,6 +43,11 @@ logger = logging.getLogger(__name__)
 EXIT_STATUS = 70
 EXIT_GRACE_S = 1.0
 """Time between the failure of the engine and the end of the process, in which DJL's engine writes the last answers."""
+PROMPT_ENDS = 8
+"""Processes without a loaded model that end after `EXIT_GRACE_S`. Each further one waits twice as long as the last:
+Java starts the next for ever."""
+METRICS_S = 60.0
+"""Pause between two reports of the metrics to Java."""
 
 
 @dataclass
@@ -53,6 +58,8 @@ class _Process:
     door: Door | None = None
     load_begun: bool = False
     dead: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+    """Ends the thread that reports the metrics."""
     opening: threading.Lock = field(default_factory=threading.Lock)
     """Held while a door is opened: a load may end just when it has taken too long."""
 
@@ -89,6 +96,7 @@ def close() -> None:
     """Abort running requests and free the device. Idempotent."""
     door, service = _process.door, _process.service
     _process.door = _process.service = None
+    _process.closed.set()
     if door is not None:
         door.close()
     if service is not None:
@@ -117,11 +125,15 @@ async def _handle_async(inputs: Input) -> object:
 
 
 async def _load_or_end(inputs: Input) -> Output | None:
-    """Load the model; if that fails, answer requests with the reason for a while, then end the process.
+    """Load the model; if that fails, answer requests with the reason for a moment, then end the process.
+
+    A load that takes too long goes on for as long again, and serves if it ends well.
 
     Source: PyProcess.java 0.34.0 and 0.36: once Java is connected, a load whose answer is an error, that takes longer
     than Java's limit or that ends the process makes the loading thread and the event loop wait for each other for ever.
     So a failed load is answered like any other. Java counts the end of the process, and starts the next within 2 s.
+    Until a pause is over that one does not load: Java has counted `retry_threshold` of them in seconds, and `/ping`
+    says that the model has failed, where it was healthy while the model was loaded again and again.
     """
     from djl_python_neuronx.loading.failed_loads import FailedLoads
     from djl_python_neuronx.protocol.djl import failure
@@ -131,29 +143,35 @@ async def _load_or_end(inputs: Input) -> Output | None:
     if refusal is not None:
         return failure(refusal)
     properties = inputs.get_properties()
-    limit_s = _loading_timeout_s(properties)
-    load = asyncio.to_thread(_load, inputs, in_event_loop=True)
-    try:
-        error = await asyncio.wait_for(load, max(limit_s - 5, limit_s / 2))
-    except asyncio.TimeoutError:  # the load goes on
-        msg = (
-            f"the load is not finished shortly before DJL Serving's limit of {limit_s:g} s; raise "
-            "option.model_loading_timeout, or compile beforehand"
-        )
-        error = log_load_failure(BackendUnavailableError(msg))
+    failed_loads = FailedLoads(properties.get("model_dir", ""))
+    late_s = 0.0
+    if (failed := failed_loads.recent()) is not None:
+        logger.error("load_skipped next_load_s=%.0f reason=%r", failed.pause_s, failed.reason)
+        error: ServingError | None = BackendUnavailableError(failed.reason)
+    else:
+        limit_s = _loading_timeout_s(properties)
+        load = asyncio.to_thread(_load, inputs, in_event_loop=True)
+        try:
+            error = await asyncio.wait_for(load, max(limit_s - 5, limit_s / 2))
+        except asyncio.TimeoutError:  # the load goes on
+            msg = (
+                f"the load is not finished shortly before DJL Serving's limit of {limit_s:g} s; raise "
+                "option.model_loading_timeout, or compile beforehand"
+            )
+            error, late_s = log_load_failure(BackendUnavailableError(msg)), limit_s
     with _process.opening:
         if error is None or _process.door is not None:
             return None
         _process.door = door = FailedDoor(error)
-    num_failures = FailedLoads(properties.get("model_dir", "")).add()
-    pause_s = EXIT_GRACE_S * 2 ** min(num_failures - 1, 9)
-    logger.error("process_ends reason='failed load %d in a row' seconds=%g", num_failures, pause_s)
+    num_ends = failed_loads.add(str(error) if failed is None else None)
+    grace_s = EXIT_GRACE_S * 2 ** min(max(0, num_ends - PROMPT_ENDS), 9)
 
     def end() -> None:
         if _process.door is door:
+            logger.error("process_ends reason='failed load'")
             os._exit(EXIT_STATUS)
 
-    asyncio.get_running_loop().call_later(pause_s, end)
+    asyncio.get_running_loop().call_later(late_s or grace_s, end)
     return None
 
 
@@ -220,8 +238,17 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
             _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
         else:
             _process.door = PlainDoor(service, timeout_s)
+    threading.Thread(target=_report_metrics, args=(service,), daemon=True).start()
     freeze_heap()
     logger.info("ready door=%s", type(_process.door).__name__)
+
+
+def _report_metrics(service: Service) -> None:
+    """Write the metrics to the log, from which Java takes them, until the process is closed."""
+    _process.closed.clear()
+    while not _process.closed.wait(METRICS_S):
+        for line in service.metrics.for_java(service.options.model_names[0]):
+            logger.info(line)
 
 
 def _end_process(_error: ServingError) -> None:

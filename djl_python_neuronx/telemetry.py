@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections import defaultdict
@@ -112,16 +113,13 @@ class Metrics:
             for name, row in METRICS.items()
         }
         self._last: dict[str, float] = {}
-        """Values that `embedded` read last."""
+        """Values that `_gained` read last."""
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401  (Counter, Gauge or Histogram, by the table)
         return self._metrics[name]
 
-    def embedded(self, namespace: str, model: str) -> str:
-        """A line of JSON from which CloudWatch Logs makes metrics below `namespace` (its Embedded Metric Format).
-
-        It has the gauges' values, and what counters and the sums and counts of histograms gained since the last line.
-        """
+    def _gained(self) -> dict[str, float]:
+        """The gauges' values, and what counters and the sums and counts of histograms gained since the last call."""
         values: dict[str, float] = defaultdict(float)
         for family in self.registry.collect():
             for sample in family.samples:
@@ -132,6 +130,11 @@ class Metrics:
             for name, value in values.items()
         }
         self._last = values
+        return gained
+
+    def embedded(self, namespace: str, model: str) -> str:
+        """A line of JSON from which CloudWatch Logs makes metrics below `namespace` (its Embedded Metric Format)."""
+        gained = self._gained()
         directive = {
             "Namespace": namespace,
             "Dimensions": [["model"]],
@@ -139,6 +142,19 @@ class Metrics:
         }
         about = {"Timestamp": int(1000 * time.time()), "CloudWatchMetrics": [directive]}
         return orjson.dumps({"_aws": about, "model": model, **gained}).decode()
+
+    def for_java(self, model: str) -> list[str]:
+        """Lines from which DJL Serving makes metrics, without counters that gained nothing.
+
+        Source: PyProcess.java (d21927c), Metric.java of djl api 0.34.0: `name.unit:value|#dimension:value|type`; a
+        counter's value is added.
+        """
+        label = re.sub(r"[,:|]", "_", model)
+        return [
+            f"[METRICS]{name}.Count:{value:.6f}|#Model:{label}|{'g' if name in _GAUGES else 'c'}"
+            for name, value in self._gained().items()
+            if value or name in _GAUGES
+        ]
 
 
 def exposition(models: Mapping[str, Metrics]) -> bytes:
@@ -281,8 +297,11 @@ class _JsonFormat(logging.Formatter):
 
 
 def setup_logging(level: str = "INFO", form: str = "text") -> None:
-    """Log to stderr, an event as text or as `json`. For processes of our own: DJL's engine has its own logging."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Log to stderr, an event as `text` or as `json`; `djl`: to stdout, as DJL Serving's own engine does.
+
+    For processes of our own: DJL's engine has set up its logging. Java logs all that comes from stderr as warnings.
+    """
+    handler = logging.StreamHandler(sys.stdout if form == "djl" else sys.stderr)
     package = logging.getLogger("djl_python_neuronx")
     package.handlers = [handler]
     package.setLevel(level)
@@ -292,6 +311,8 @@ def setup_logging(level: str = "INFO", form: str = "text") -> None:
         # What other packages log, too.
         logging.getLogger().handlers = [handler]
         logging.captureWarnings(True)
+    elif form == "djl":
+        handler.setFormatter(_Format("%(levelname)s::%(message)s"))
     else:
         handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s %(message)s"))
 
@@ -299,5 +320,12 @@ def setup_logging(level: str = "INFO", form: str = "text") -> None:
 def log_settings() -> tuple[str, str]:
     """The arguments of `setup_logging` for a process that logs as this one does."""
     package = logging.getLogger("djl_python_neuronx")
-    is_json = any(isinstance(one.formatter, _JsonFormat) for one in package.handlers)
-    return logging.getLevelName(package.getEffectiveLevel()), "json" if is_json else "text"
+    root = logging.getLogger()
+    form = "text"
+    if any(isinstance(one.formatter, _JsonFormat) for one in package.handlers):
+        form = "json"
+    elif not package.handlers and any(
+        vars(one).get("stream") is sys.stdout for one in root.handlers
+    ):
+        form = "djl"  # source: djl_python_engine.py (d21927c)
+    return logging.getLevelName(package.getEffectiveLevel()), form

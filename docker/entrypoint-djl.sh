@@ -17,13 +17,14 @@ else
 fi
 export SERVING_MANAGEMENT_ADDRESS="${SERVING_MANAGEMENT_ADDRESS:-$management}"
 
-# Async mode is the default, but not beside a rolling batch that a file or variable names: the two exclude each other.
+# Async mode is the default, but not where a file or variable names a rolling batch, which it excludes, or none
+# (`disable`: one request at a time), and not for models that are unloaded: only plain mode survives that (docs/djl.md).
 rolling='^[[:space:]]*option\.rolling_batch[[:space:]]*[=:][[:space:]]*'
 store=$SERVING_MODEL_STORE
 named=$(sed -n "s/$rolling//p" "$store/serving.properties" "$store"/*/serving.properties 2>/dev/null | tr -d '\r')
 for mode in ${OPTION_ROLLING_BATCH:-} $named; do
-    case $mode in auto | disable) ;; *) rolls=true ;; esac
+    [ "$mode" = auto ] || chosen=true
 done
-[ -n "${rolls:-}" ] || export OPTION_ASYNC_MODE="${OPTION_ASYNC_MODE:-true}"
+[ -n "${chosen:-}" ] || [ "${SAGEMAKER_MULTI_MODEL:-false}" = true ] || export OPTION_ASYNC_MODE="${OPTION_ASYNC_MODE:-true}"
 
 exec serving "$@"

@@ -340,6 +340,9 @@ class TestDjl:
         _, _, seen, _ = start("entrypoint-djl.sh", environ=environ)
         assert seen["SERVING_INFERENCE_ADDRESS"] == "http://0.0.0.0:9000"
         assert seen["SERVING_MANAGEMENT_ADDRESS"] == "http://0.0.0.0:9000"
+        assert (
+            "OPTION_ASYNC_MODE" not in seen
+        )  # a model that is unloaded would stay for the life of Java
 
     def test_beside_other_containers_it_takes_the_ports_that_are_its_own(self, start):
         environ = {"SAGEMAKER_BIND_TO_PORT": "9000", "SAGEMAKER_SAFE_PORT_RANGE": "9000-9009"}
@@ -352,6 +355,8 @@ class TestDjl:
         [
             ({"OPTION_ROLLING_BATCH": "tnx"}, {}, None),
             ({"OPTION_ROLLING_BATCH": "auto"}, {}, "true"),
+            ({"OPTION_ROLLING_BATCH": "disable"}, {}, None),
+            ({}, {"a/serving.properties": "option.rolling_batch=disable\nbatch_size=8"}, None),
             ({"OPTION_ROLLING_BATCH": "disable", "OPTION_ASYNC_MODE": "false"}, {}, "false"),
             ({}, {"serving.properties": "engine=Python\noption.rolling_batch = tnx\n"}, None),
             ({}, {"a/serving.properties": "option.rolling_batch:neuronx"}, None),

@@ -1,12 +1,13 @@
-"""Count of failed loads in a row that outlives the process: DJL Serving starts a new one for each attempt.
+"""Processes of DJL Serving that ended without a loaded model, noted where the next one finds them.
 
-The count of a model folder and a Java process is the size of a file, in a folder of temporary files that only this user
-may use.
+Those of a model folder and a Java process are lines of a file, in a folder of temporary files that only this user may
+use.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import tempfile
@@ -14,11 +15,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
 _STALE_S = 7 * 24 * 3600.0
 """A count that was not written for so long is removed: its Java process has ended, or has other troubles."""
+
+
+PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
+"""Time after a failed load in which none begins; it doubles with each in a row."""
+
+
+class FailedLoad(NamedTuple):
+    """The last failed load."""
+
+    reason: str
+    pause_s: float
+    """Time until the next load may begin."""
 
 
 class FailedLoads:
@@ -42,21 +56,44 @@ class FailedLoads:
         """
         return Path(tempfile.gettempdir()) / f"djl-neuronx-{os.getuid()}"
 
-    def add(self) -> int:
-        """Count one more. Returns the number of failed loads since the last success; 1 if it cannot be kept."""
+    def add(self, reason: str | None) -> int:
+        """Note an end: after a failed load, or without one (None). Returns the number of ends since a success."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        line = json.dumps([time.time(), reason]).encode() + b"\n"
         try:
             with self._opened() as folder:
                 _remove_stale(folder)
                 file = os.open(self._name, flags, 0o600, dir_fd=folder)
-                try:
-                    os.write(file, b".")
-                    return os.fstat(file).st_size
-                finally:
-                    os.close(file)
-        except OSError as error:
-            logger.warning("failed_loads_not_counted reason=%r", str(error))
+                with os.fdopen(file, "ab", buffering=0) as lines:
+                    lines.write(line)
+                return len(self._read(folder))
+        except (OSError, ValueError) as error:
+            logger.warning("failed_load_not_noted reason=%r", str(error))
             return 1
+
+    def recent(self) -> FailedLoad | None:
+        """The last failed load since a success, if its pause is not over."""
+        try:
+            if not self.folder.exists():
+                return None
+            with self._opened() as folder:
+                failed = [(time_s, reason) for time_s, reason in self._read(folder) if reason]
+        except (OSError, ValueError):
+            return None
+        time_s, reason = failed[-1]
+        pause_s = min(PAUSE_S * 2.0 ** min(len(failed) - 1, 9), LONGEST_PAUSE_S)
+        left_s = pause_s - (time.time() - time_s)
+        return FailedLoad(reason, left_s) if 0 < left_s <= pause_s else None
+
+    def _read(self, folder: int) -> list[list[Any]]:
+        """The lines: time and reason.
+
+        Raises:
+            OSError, ValueError: the file cannot be read, or is damaged.
+        """
+        file = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        with os.fdopen(file, encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
 
     def clear(self) -> None:
         """Forget them, after a load that succeeded."""

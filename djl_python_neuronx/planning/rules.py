@@ -64,6 +64,11 @@ _REQUESTS = (
     when(batch_size=above(1), rolling_batch=_BY_ROWS).refuse(
         "batch_size is for rolling_batch=disable; set only one of them"
     ),
+    # Source: djl-serving d21927c, PyPredictor.java, batchPredict.
+    when(batch_size=above(1), async_mode=False).note(
+        "a batch that DJL Serving collects has one status, 200: look for `code` in each answer; to give each request "
+        "its status, set async_mode=true and leave batch_size out"
+    ),
     when(async_mode=True, rolling_batch=_BY_ROWS).refuse(
         "DJL Serving would send each request both ways; leave rolling_batch out or set async_mode=false"
     ),

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
+_SILENT = {_JSON: b" ", "application/jsonlines": b"\n", "text/event-stream": b":\n\n"}
+"""Media type to bytes that its readers ignore: a blank before a value, an empty line, a comment."""
 ADMIT_S = 0.01
 """Most time that streams wait for new requests to be parsed."""
 
@@ -77,8 +79,8 @@ class Record(NamedTuple):
 class Reply:
     """The answer to an accepted request as it grows: deltas in, records out.
 
-    Java drops an answer whose next bytes take too long. After each `silence_s` without any, an answer in JSON gets a
-    blank, which JSON allows before a value. Status 200 and the headers leave with the first one.
+    Java drops an answer whose next bytes take too long. After each `silence_s` without any, an answer gets bytes that
+    its readers ignore (`_SILENT`). Status 200 and the headers leave with the first ones.
 
     The last record of several has no data. Source: djl api 0.34.0 and 0.36.0, ChunkedBytesSupplier.java: Java notes the
     end before it stores the data that comes with it, and a reader in between loses it (1 stream of 15,000, 2026-11).
@@ -98,7 +100,8 @@ class Reply:
         self._formatter: Formatter = parsed.formatter
         self._started = False
         self._pending: list[bytes] = []
-        self._silence_s = silence_s if self._formatter.content_type == _JSON else math.inf
+        self._blank = _SILENT.get(self._formatter.content_type, b"")
+        self._silence_s = silence_s if self._blank else math.inf
         self._blank_s = time.monotonic() + self._silence_s
 
     @property
@@ -141,7 +144,9 @@ class Reply:
             return Record.of(self.error, self._protocol)
         data, self._pending = b"".join(self._pending), []
         if not data and self.ready and not self.finished:
-            data, self._blank_s = b" ", time.monotonic() + self._silence_s
+            data = self._blank
+        if data:
+            self._blank_s = time.monotonic() + self._silence_s
         self.taken = self.finished and not (data and self._started)
         self._started = self._started or bool(data)
         headers = {"Content-Type": self._formatter.content_type} if data or self.finished else {}

@@ -214,10 +214,10 @@ class AsyncDoor:
                 generation = await generate(self._service, parsed)
                 closing.callback(generation.close)
                 reply = Reply(parsed, self._read_timeout_s / 2)
-                if not reply.stream:
-                    closing.callback(asyncio.create_task(self._wake(generation)).cancel)
+                closing.callback(asyncio.create_task(self._wake(generation)).cancel)
                 async for delta in generation:
-                    await parsed.run(reply.feed, delta)
+                    if delta.text or delta.tokens or delta.finished:  # else it only wakes
+                        await parsed.run(reply.feed, delta)
                     while reply.ready and not reply.taken:
                         yield record_output(reply.take())
                     if reply.finished:
@@ -229,7 +229,7 @@ class AsyncDoor:
                 yield record_output(Record.of(unexpected(error), protocol))
 
     async def _wake(self, generation: Generation) -> None:
-        """Wake the reader of a generation that has no deltas, so that its reply can send a blank in time."""
+        """Wake the reader of a generation that has no deltas, so that its reply can send ignored bytes in time."""
         while True:
             await asyncio.sleep(self._read_timeout_s / 4)
             generation.wake()

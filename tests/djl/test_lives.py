@@ -11,7 +11,7 @@ import pytest
 
 from tests.djl.folders import MODEL, MODES, write_model, write_toy
 from tests.djl.java import LoadError
-from tests.djl.questions import CHECKS, LONG, ask, body
+from tests.djl.questions import CHECKS, LONG, ask, body, toy_body
 from tests.processes import PATIENCE_S, alive, engines, tree, wait_gone, wait_until
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -81,6 +81,48 @@ def test_settings_may_all_come_from_the_environment(start_java, tmp_path):
             for other in modes:
                 ask(java, other)
         assert java.end() == 0
+
+
+def test_plain_models_are_loaded_unloaded_and_loaded_again(start_java, tmp_path):
+    """As SageMaker's multi-model endpoints do. In the other modes Java keeps what it has unloaded, or loads no more."""
+    folders = {}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        folders[name] = write_model(tmp_path / name, "plain")
+    with start_java() as java:
+        for name in ("a", "b", "a"):
+            java.load(name, folders[name])
+            ask(java, name)
+            (pid,) = java.workers()
+            processes = tree(pid)
+            assert engines(pid)
+            java.unload(name)
+            wait_gone(processes)
+            assert java.workers() == []
+        assert java.end() == 0
+
+
+def test_java_gets_the_metrics_and_the_level_of_each_line(start_java, tmp_path):
+    folder = write_toy(tmp_path, "async", toy_metrics_s=0.5)
+    with start_java() as java:
+        java.load("toy", folder)
+        (answer,) = java.submit("toy", toy_body())
+        assert answer.wait().status == 200
+        java.wait_log("model_metric - djl_neuronx_requests_total.Count:1.000000|#Model:")
+        java.wait_log("model_metric - djl_neuronx_slots_in_use.Count:0.000000|#Model:")
+        time.sleep(1)
+        counted = [line for line in java.log if "djl_neuronx_requests_total" in line]
+        assert len(counted) == 1  # Java adds the values up
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_java_warns_of_no_event_of_the_engine(mode, start_java, tmp_path):
+    with start_java() as java:
+        java.load("tiny", write_model(tmp_path, mode))
+        ask(java, "tiny")
+        java.wait_log("engine_process pid=")
+        (line,) = [line for line in java.log if "engine_process pid=" in line]
+        assert "-stdout: INFO::" in line
 
 
 @pytest.fixture(scope="module")

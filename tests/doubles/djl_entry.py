@@ -27,6 +27,7 @@ def load(properties, model_dir, *, on_death=None):
     if "toy_load_error" in properties:
         raise getattr(errors, properties["toy_load_error"])("two lines\nof one problem")
     timeout_s = float(properties.get("predict_timeout", 120))
+    djl_process.METRICS_S = float(properties.get("toy_metrics_s", djl_process.METRICS_S))
     spec = dataclasses.replace(TOY_SPEC, num_slots=int(properties.get("toy_slots", 4)))
     step_s = float(properties.get("toy_step_s", 0))
     _backends[:] = [

@@ -86,11 +86,11 @@ def test_counts_of_processes_that_ended_long_ago_go(tmp_path, monkeypatch):
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    FailedLoads("/old").add()
-    FailedLoads("/new").add()
+    FailedLoads("/old").add("why")
+    FailedLoads("/new").add("why")
     folder = FailedLoads("/old").folder
     for path in folder.iterdir():
         os.utime(path, (0, 0))
     FailedLoads("/new").clear()
-    assert FailedLoads("/new").add() == 1
+    assert FailedLoads("/new").add("why") == 1
     assert len(list(folder.iterdir())) == 1

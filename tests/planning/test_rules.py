@@ -112,6 +112,12 @@ GENERAL = [
         mends={"tensor_parallel_degree": 2},
     ),
     Row(
+        "batch_size",
+        "note",
+        breaks={"batch_size": 4},
+        mends={"batch_size": 1},
+    ),
+    Row(
         "replicas",
         "error",
         breaks={"engine_process": False, "replicas": "max"},

@@ -722,13 +722,30 @@ def test_an_error_after_a_blank_is_in_the_body(backend, service):
     assert json.loads("".join(r["data"] for r in [*blanks, last]))["type"] == "step_error"
 
 
-def test_a_prompt_json_answer_and_a_late_stream_get_no_blank(backend, service):
+def test_a_prompt_answer_gets_no_blank(backend, service):
     (whole,) = records_of(AsyncDoor(service, 4.0).answer(single(body([5], 20))))
     assert json.loads(whole["data"]) == {"generated_text": text([5], 20)}
-    backend.hang_at = {backend.num_steps}
-    threading.Timer(1.0, backend.resume.set).start()
-    records = records_of(AsyncDoor(service, 0.4).answer(single(body([6], 9, stream=True))))
+    records = records_of(AsyncDoor(service, 4.0).answer(single(body([6], 9, stream=True))))
     assert all(json.loads(record["data"]) for record in records[:-1])
+
+
+@pytest.mark.parametrize("late_at", [0, 5])
+@pytest.mark.parametrize(
+    ("form", "ignored"), [("jsonlines", "\n"), ("sse", ":\n\n")], ids=["jsonlines", "sse"]
+)
+def test_a_late_stream_gets_what_its_readers_ignore(backend, service, form, ignored, late_at):
+    """An empty line between lines of JSON; a comment between events (HTML standard, 9.2.6)."""
+    backend.hang_at = {late_at}
+    request = single(body([6], 9, stream=True))
+    if form == "sse":
+        request.properties["Accept"] = "text/event-stream"
+    late = AsyncDoor(service, 0.4).answer(request)
+    records = records_of(late, backend, num_before_resume=late_at + 2)
+    silent = [record["data"] for record in records if record["data"] == ignored]
+    assert len(silent) >= 2
+    streamed = [r["data"] for r in records if r["data"] not in {ignored, ""}]
+    lines = [json.loads(line.removeprefix("data:")) for line in streamed]
+    assert "".join(line["token"]["text"] for line in lines) == text([6], 9)
 
 
 def test_rows_of_a_rolling_batch_get_blanks_too(backend, service):
@@ -741,10 +758,12 @@ def test_rows_of_a_rolling_batch_get_blanks_too(backend, service):
         assert time.monotonic() < deadline_s
         caller.step()
     assert caller.answers[0][-1] == {"data": " ", "last": "false"}
-    assert not any(record["data"] for record in caller.answers[1])
+    assert {record["data"] for record in caller.answers[1]} <= {"", "\n"}
     backend.resume.set()
     caller.finish()
     assert json.loads(caller.data(0)) == {"generated_text": text([5], 9)}
+    lines = [json.loads(line) for line in caller.data(1).splitlines() if line]
+    assert "".join(line["token"]["text"] for line in lines) == text([6], 9)
     door.close()
 
 
