@@ -251,6 +251,7 @@ class TgiInfo(TypedDict):
     speculation: NotRequired[dict[str, Any] | None]
     chunked_prefill: NotRequired[bool]
     copies: NotRequired[list[CopyInfo]]
+    simulated: NotRequired[bool]
     model_id: str
     model_sha: str | None
     model_pipeline_tag: str | None
