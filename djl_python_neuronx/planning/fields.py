@@ -33,8 +33,10 @@ class Field:
     """True for a value that the library computes, where `computes` cannot list them."""
     stops: bool = False
     """At other values the library fails. Otherwise its answers are wrong."""
+    fix: str = "correct config.json"
+    """Advice where no backend supports every value."""
     backends: tuple[str, ...] = ("cpu",)
-    """Backends without such a table that support every value."""
+    """Other backends that support every value, beside the libraries whose own table has the field."""
 
     def takes(self, value: object, model: ModelFacts) -> bool:
         """Return whether the library computes a value."""
@@ -49,6 +51,14 @@ class Field:
 TRANSLATED: Final = Field("translated")
 ROTARY: Final = ("rope_scaling", "rope_parameters")
 """Names of one field, in transformers 4 and from 5 on."""
+QUANTISED: Final = Field(
+    "reads no weights that are quantised already",
+    (None,),
+    stops=True,
+    fix="take the model's checkpoint that is not quantised; transformers-neuronx does it with quantize=static_int8",
+    backends=(),
+)
+"""The field `quantization_config`. transformers needs further packages for it, on a CPU too."""
 LIBRARY_ONLY: Final = "reads it, which transformers does not"
 
 
@@ -97,8 +107,8 @@ def rope_type(value: object) -> str | None:
 
 def unusual_fields(
     fields: Mapping[str, Field], model: ModelFacts
-) -> Iterator[tuple[str, object, Field]]:
-    """Yield fields of a model's `config.json` that the library computes otherwise: words, value and treatment."""
+) -> Iterator[tuple[str, str, object, Field]]:
+    """Yield fields of a model's `config.json` that the library computes otherwise: words, name, value and treatment."""
     for name, field in fields.items():
         given = model.config.get(name)
         value = field.default if given is None else given
@@ -107,4 +117,4 @@ def unusual_fields(
             origin = f"config.json has {name}={shown}"
             if given is None:
                 origin = f"config.json has no {name}, which means {shown}"
-            yield origin, value, field
+            yield origin, name, value, field

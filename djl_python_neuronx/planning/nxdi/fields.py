@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from djl_python_neuronx.planning.fields import (
     LIBRARY_ONLY,
+    QUANTISED,
     ROTARY,
     SAME_HEAD_DIM,
     TRANSLATED,
@@ -79,7 +80,7 @@ def _has_method(name: str) -> Field:
 
 
 _GPT_OSS_ROPE = Field("scales positions as yarn, without rounding its bounds", right=_untruncated)
-_OF_ALL = {"quantization_config": Field("ignores it", (None,))}
+_OF_ALL = {"quantization_config": QUANTISED}
 _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     "dbrx": {
         **read("attn_config d_model n_heads n_layers vocab_size"),

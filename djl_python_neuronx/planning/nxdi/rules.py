@@ -232,7 +232,10 @@ _SAMPLING = (
     ),
 )
 _LATER = tuple(
-    when(**{name: SET}).refuse("served with NxD Inference in a later version; leave it out")
+    when(**{name: SET}).refuse(
+        "served with NxD Inference in a later version; leave it out, or set model_loader=tnx if transformers-neuronx "
+        "has the model"
+    )
     for name in LATER
 )
 NXDI_RULES: tuple[Rule, ...] = (

@@ -11,6 +11,7 @@ from typing import Final
 
 from djl_python_neuronx.planning.fields import (
     LIBRARY_ONLY,
+    QUANTISED,
     SAME_HEAD_DIM,
     TRANSLATED,
     Field,
@@ -47,7 +48,7 @@ _GROUPED = {
 }
 _MISTRAL = {**_GROUPED, **read("sliding_window"), **rotary("default", "linear")}
 
-_OF_ALL = {"quantization_config": Field("ignores it", (None,))}
+_OF_ALL = {"quantization_config": QUANTISED}
 _OF_ONE: Final[Mapping[str, Mapping[str, Field]]] = {
     "bloom": {
         **read("hidden_size n_head n_layer tie_word_embeddings vocab_size"),
