@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeAlias
 
 from djl_python_neuronx.artifacts.manifest import package_version
+from djl_python_neuronx.config import flags
 from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, MODEL_DIR, environment, taken
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.telemetry import setup_logging
@@ -37,7 +38,9 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process."""
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown)}")
     setup_logging(arguments.log_level.upper(), arguments.log_format)
     try:
         run: Run = arguments.run
@@ -53,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **how: Any) -> None:  # noqa: ANN401  (argparse's)
+        # An unknown flag must not be taken for the beginning of another.
+        super().__init__(allow_abbrev=False, **how)
+
     def error(self, message: str) -> NoReturn:
         super().error(redacted(message))
 
@@ -91,15 +98,20 @@ def _add_serve(commands: Commands) -> None:
     )
     everywhere = "0.0.0.0"  # noqa: S104  (SageMaker's container contract requires it)
     command.add_argument(
-        "--host", default=everywhere, help="address to listen on (default %(default)s)"
+        "--host",
+        "--hostname",
+        default=everywhere,
+        help="address to listen on (default %(default)s)",
     )
     command.add_argument(
         "--port",
+        "-p",
         type=_port,
         help=f"port to listen on (default SAGEMAKER_BIND_TO_PORT, or else {DEFAULT_PORT})",
     )
     command.add_argument(
         "--drain",
+        "--graceful-termination-timeout",
         type=_seconds,
         default=25.0,
         metavar="S",
@@ -225,8 +237,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         type=_pair,
         default=[],
         metavar="NAME=VALUE",
-        help="set option.NAME; may be repeated",
+        help="set option.NAME; may be repeated. An option is a flag too: --tensor-parallel-degree 8, and by the names "
+        "of vLLM and TGI: --tensor-parallel-size 8, --num-shard 8",
     )
+    flags.add_flags(command)
 
 
 def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> None:
@@ -240,7 +254,7 @@ def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> 
         default=environment().get(LOG_FORMAT, "text"),
         help=f"json: an object in each line, its time in UTC (default: variable {LOG_FORMAT}, or else text)",
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, refuse=command.error)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,12 @@
 #!/bin/sh
 # What a container runs: `serve` for SageMaker and without arguments, another command of djl-neuronx (`check`,
-# `compile MODEL --output s3://bucket/folder`), or any program. exec: signals reach the server, which has process id 1.
+# `compile MODEL --output s3://bucket/folder`), or any program. Flags alone, as the images of TGI and vLLM take them, are
+# those of `serve`. exec: signals reach the server, which has process id 1.
 set -eu
-[ $# -gt 0 ] || set -- serve
+case ${1:-} in
+-h | --help | --version) ;;
+'' | -*) set -- serve "$@" ;;
+esac
 
 # DJL_NEURONX_CHECK=false starts without it. Flags of `serve` would be unknown to `check`.
 checked_first() {

@@ -227,7 +227,8 @@ def test_the_example_file_is_all_defaults(tmp_path):
     lines = (ROOT / "serving.properties.example").read_text()
     uncommented = re.sub(r"^#option\.", "option.", lines, flags=re.MULTILINE)
     (tmp_path / "serving.properties").write_text(uncommented)
-    defaults = ServingOptions(model_dir=tmp_path, async_mode=True)
+    # DJL Serving takes no empty degree.
+    defaults = ServingOptions(model_dir=tmp_path, async_mode=True, tensor_parallel_degree="max")
     assert resolve(None, tmp_path, {}).options == defaults
 
 

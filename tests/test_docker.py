@@ -292,6 +292,7 @@ def start(tmp_path):
         (["check", "/m", "--json"], ["djl-neuronx check /m --json"]),
         (["compile", "m", "--output", "s3://b/f"], ["djl-neuronx compile m --output s3://b/f"]),
         (["--version"], ["djl-neuronx --version"]),
+        (["--model-id", "a/b"], ["djl-neuronx serve --model-id a/b"]),
         (["other", "a b"], ["other 'a b'"]),
     ],
 )

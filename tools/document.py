@@ -19,6 +19,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, NOT_SERVED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
+from djl_python_neuronx.config.other_servers import SAME
 from djl_python_neuronx.config.values import Option
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import NeuronBackend
@@ -60,8 +61,11 @@ backend ignores options of the libraries.
 _VARIABLES_HEAD = """\
 ## Other variables
 
-Variables of SageMaker, of the Hugging Face hub and of TGI. The `SAGEMAKER_*` ones override `serving.properties`. The
-others apply only if the option is not set there.
+Variables of SageMaker, of the Hugging Face hub, of TGI and of vLLM with its Neuron plugin. The
+`SAGEMAKER_*` ones override `serving.properties`. The others apply only if the option is not set there.
+
+`SM_VLLM_<FLAG>` and `SM_ON_<FLAG>`, of vLLM's and Hugging Face's images on SageMaker, set what that flag of
+`djl-neuronx serve` sets. Other variables of these servers set nothing here: a warning says what to do.
 """
 
 _IGNORED_HEAD = """\
@@ -80,7 +84,8 @@ an error.
 """
 
 _EXAMPLE_HEAD = """\
-# Every option with its default. Copy this file to serving.properties beside the model and uncomment what you change.
+# Every option of a model folder with its default (docs/options.md has those that only the command line and the
+# environment may set). Copy this file to serving.properties beside the model and uncomment what you change.
 # Generated from the option fields in djl_python_neuronx/config/ by `make docs`.
 
 # For DJL Serving: the handler, and one of the two ways to batch (`auto` serves one request at a time).
@@ -245,7 +250,13 @@ def options_page() -> str:
         for title, names in SECTIONS.items()
     )
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
-    others = {**sources.SAGEMAKER, **sources.HUB, **sources.TGI}
+    others = {
+        **sources.SAGEMAKER,
+        **sources.HUB,
+        **sources.TGI,
+        **sources.TGI_MODEL,
+        **{variable: name for variable, name in SAME.items() if variable.isupper()},
+    }
     variables = {variable: f"`{name}`" for variable, name in others.items()}
     accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
     tables = (
@@ -263,9 +274,12 @@ def example_file() -> str:
     for title, names in SECTIONS.items():
         blocks.append(f"# --- {title} ---")
         for name in names:
-            if name in {"model_dir", "async_mode"}:
+            marker = option(name)
+            if name in {"model_dir", "async_mode"} or marker.operator:
                 continue
             default = _shown(ServingOptions.model_fields[name].default)
+            if marker.djl.reads == "cores":
+                default = "max"  # DJL Serving takes no empty number
             lines = textwrap.wrap(f"{texts[name]} Allowed: {allowed_values(name)}.", 110)
             commented = "".join(f"# {line}\n" for line in lines)
             blocks.append(f"{commented}#option.{name}={default}")

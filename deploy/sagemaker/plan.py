@@ -31,8 +31,7 @@ DISK_GIB = 32
 HALF = frozenset({"float16", "bfloat16"})
 """Types of weights of two bytes."""
 READ = (
-    "OPTION_",
-    "ARGS_",
+    *sources.PREFIXES,
     "SERVING_",
     "JAVA_",
     "HF_",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
+from djl_python_neuronx.config.other_servers import ADVICE, SAME
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -87,16 +88,16 @@ def repair(value: object, allowed: Callable[[str], bool], *, is_name: bool = Fal
     return ""
 
 
-_POSITIONS = ("seq_len", "max_seq_len", "sequence_length", "max_length", "max_total_tokens")
-_CORES = ("tp", "num_shard", "num_cores", "num_gpus")
-_COPIES = ("data_parallel_size", "dp", "dp_size", "num_replicas", "copies", "instance_count")
+_POSITIONS = ("seq_len", "max_seq_len", "max_length")
+_CORES = ("num_cores", "num_gpus")
+_COPIES = ("dp_size", "num_replicas", "copies", "instance_count")
 OTHERS: Final = {
+    **{name: option for name, option in SAME.items() if name.islower()},
     **dict.fromkeys(_POSITIONS, "n_positions"),
-    **dict.fromkeys(("max_input_length", "max_input_len"), "context_length_estimate"),
+    "max_input_len": "context_length_estimate",
     **dict.fromkeys(_CORES, "tensor_parallel_degree"),
     **dict.fromkeys(_COPIES, "replicas"),
-    **dict.fromkeys(("model", "model_path", "model_name_or_path"), "model_id"),
-    "max_batch_size": "max_rolling_batch_size",
+    **dict.fromkeys(("model_path", "model_name_or_path"), "model_id"),
     "auto_cast_type": "dtype",
     "quantization": "quantize",
     "kv_cache_dtype": "kv_cache_quantize",
@@ -116,4 +117,6 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
         return "; it is a parameter of requests"
     if plain in OTHERS:
         return f"; did you mean {OTHERS[plain]!r}?"
+    if plain in ADVICE:
+        return f"; {ADVICE[plain]}"
     return did_you_mean(plain, known) or did_you_mean(name, known)

@@ -129,8 +129,8 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
     stronger ones of the command line, as in the old engine. Its other keywords go to the library as they are.
     """
     override = next((entry for entry in settings if _is_override(entry)), None)
-    keywords = override and _read(override, folder)
-    if override is None or not keywords:
+    keywords = _read(override, folder) if override else None
+    if override is None or keywords is None:
         return list(settings)
     chosen = {NAMES.get(entry.name): entry.value for entry in reversed(settings)}
     given = _combined(keywords, chosen.get("n_positions"))
@@ -148,7 +148,9 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
         for name, value in left.items()
         if name in OBJECTS and not isinstance(value, Mapping)
     ]
-    rest = replace(override, value=left or None, remarks=(*override.remarks, *refused))
+    rest = replace(
+        override, value=left or (None if keywords else {}), remarks=(*override.remarks, *refused)
+    )
     before = {"argument", sources.COMMAND_LINE} - {override.source}
     return [
         *(entry for entry in settings if entry.source in before),
@@ -178,7 +180,10 @@ def _read(override: Setting, folder: Path) -> dict[str, Any] | None:
     with suppress(ConfigError):
         read = sources.content(override.value, folder, by_operator=override.by_operator)
         keywords = parse_value(OVERRIDE, read)
-        return keywords if isinstance(keywords, dict) else None
+        if isinstance(keywords, dict):
+            # vLLM's `additional_config` holds the keywords under this name.
+            inner = keywords.pop(OVERRIDE, None) or {}
+            return {**keywords, **inner} if isinstance(inner, dict) else None
     return None
 
 

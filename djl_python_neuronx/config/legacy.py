@@ -43,6 +43,8 @@ _NEVER = "not used by the old engine either"
 IGNORED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("engine", "entryPoint", "handler", "env", "pythonExecutable"), _DJL),
     **dict.fromkeys(DJL_OPTIONS, _DJL),
+    "allow_non_cached_model": "the option is compilation",
+    "max_batch_prefill_tokens": "the prompt buckets limit a prefill",
     "mpi_mode": "one process drives all NeuronCores of a model",
     "enable_streaming": 'set per request: "stream": true',
     "max_rolling_batch_prefill_tokens": "the prompt buckets limit a prefill",
@@ -114,7 +116,8 @@ DJL_ARGUMENTS: Final = frozenset(
 
 # Source: djl-serving d21927c, ModelInfo.java, LmiConfigRecommender.java, PyModel.java, PyProcess.java.
 DJL_READS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("parallel_loading", "enable_venv", "mpi_mode", "log_request_metric"), "truth"),
+    **dict.fromkeys(("parallel_loading", "enable_venv", "log_request_metric"), "truth"),
+    "mpi_mode": "any",  # every word but true is the false that it should be
     **dict.fromkeys(("entryPoint", "handler", "pythonExecutable", "engine"), "word"),
     **dict.fromkeys(("env", "modelName"), "any"),
     **dict.fromkeys(("batch_size", "max_dynamic_batch_size", "max_batch_delay"), "whole"),

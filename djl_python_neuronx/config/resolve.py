@@ -36,6 +36,7 @@ from djl_python_neuronx.config.options import (
     option,
     parse_value,
 )
+from djl_python_neuronx.config.other_servers import unread
 from djl_python_neuronx.config.sources import Inputs, Setting
 from djl_python_neuronx.config.values import (
     MAX_SHOWN,
@@ -58,6 +59,7 @@ from djl_python_neuronx.errors import (
 _DEFAULT = "default"
 _OVERRIDDEN_PLACES = {
     *(sources.COMMAND_LINE, sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE),
+    sources.OTHER_SERVERS,
 }
 """Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
@@ -166,7 +168,8 @@ def read_settings(
     planned = options.model_copy(update=handed_over)
     about_djl = [*djl_serving.findings(inputs, written, options, planned, in_override)]
     options = planned
-    origins.update(dict.fromkeys(handed_over, sources.DJL))
+    place = {name: f", in place of {_written(reader.chosen[name])}" for name in origins}
+    origins.update({name: f"{sources.DJL}{place.get(name, '')}" for name in handed_over})
     # A name with a warning about it is not listed as ignored too.
     warned = {finding.names[0] for finding in reader.findings if finding.level == "warning"}
     if any("entryPoint" in finding.names for finding in about_djl):
@@ -196,8 +199,13 @@ def read_settings(
         if setting.name == "env" and not all("=" in part for part in parts):
             problem = f"option.env ({setting.origin}): a part has no =; expected A=1,B=2"
             problems.add("warning", problem)
+    foreign = [
+        Finding((), f"environment {variable}: no effect here; {advice}", "warning")
+        for variable in sorted(environ)
+        if (advice := unread(variable))
+    ]
     own = own_code.findings(options) if properties is None else ()
-    resolved.report([*about_djl, *unused, *reader.findings, *own], problems)
+    resolved.report([*about_djl, *unused, *reader.findings, *own, *foreign], problems)
     return resolved
 
 
@@ -206,6 +214,9 @@ def _read_written(inputs: Inputs, problems: Problems) -> tuple[Inputs, list[Sett
     written = sources.read_written(inputs)
     variables = sources.worker_variables(written)
     names = sources.misplaced(variables)
+    if inputs.properties is not None or djl_serving.is_for_djl(written):
+        # DJL Serving starts as many processes.
+        written = [one for one in written if not one.origin.endswith(sources.WORKERS)]
     if not names:
         return inputs, written
     fix = listed(dict.fromkeys(f"option.{name}=…" for name in names.values()))

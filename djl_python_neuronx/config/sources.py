@@ -24,7 +24,8 @@ from djl_python_neuronx import links
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.legacy import DJL_OPTIONS
 from djl_python_neuronx.config.options import INVALID, NAMES, ServingOptions, option, parse_value
-from djl_python_neuronx.config.values import shortened
+from djl_python_neuronx.config.other_servers import SAME
+from djl_python_neuronx.config.values import make_buckets, shortened
 from djl_python_neuronx.errors import ArtifactError, ConfigError
 
 FILE_NAME = "serving.properties"
@@ -33,29 +34,42 @@ MODEL_DIR = Path("/opt/ml/model")
 DJL = "DJL"
 """Source of everything that DJL Serving passes, and origin of what it adds itself."""
 COMMAND_LINE, ENVIRONMENT, HUB_SOURCE = "command line", "environment", "hub"
+OTHER_SERVERS = "other servers"
+"""Source of the variables of other servers' images, which DJL Serving does not read."""
 API_KEYS = "DJL_NEURONX_API_KEY"
 """Variable with API keys of the embedded server, separated by commas."""
 LOG_FORMAT = "DJL_NEURONX_LOG_FORMAT"
 """Variable with the format of the log: `text` or `json`."""
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
+_FLAG_PREFIXES = ("SM_VLLM_", "SM_ON_")
+PREFIXES: Final = (_ENV_PREFIX, _ARGUMENT_PREFIX, *_FLAG_PREFIXES)
+"""Prefixes of variables that set an option, whose name follows. The last ones are for flags of ``vllm serve`` and of
+``optimum-cli neuron serve``. Source: vLLM 0.16, sagemaker-entrypoint.sh; optimum-neuron 213224e, docker/vllm."""
 
 SAGEMAKER: Final[Mapping[str, str]] = {
     "SAGEMAKER_STARTUP_TIMEOUT": "model_loading_timeout",
     "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "predict_timeout",
     "SAGEMAKER_MAX_REQUEST_SIZE": "max_body_bytes",
     "SAGEMAKER_MAX_PAYLOAD_IN_MB": "max_body_bytes",
+    "SAGEMAKER_NUM_MODEL_WORKERS": "replicas",
 }
-"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java; the last
-two: serving/docs/sklearn_handler.md."""
+"""Variables that override the file, to the option. Source: djl-serving d21927c, SageMakerCompatibility.java; the two of
+`max_body_bytes`: serving/docs/sklearn_handler.md."""
+WORKERS: Final = "SAGEMAKER_NUM_MODEL_WORKERS"
+"""Variable with the processes of a model, which DJL Serving starts itself."""
 _MEBIBYTES = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
 
 HUB: Final[Mapping[str, str]] = {
     "HF_MODEL_ID": "model_id",
     "HF_REVISION": "revision",
+    "HF_MODEL_REVISION": "revision",
     "HF_TASK": "task",
 }
 """Variables that together name a model of the hub, to the option. They precede `OPTION_*` because DJL Serving writes a
-`serving.properties` with them. Source: djl-serving d21927c, ModelStore.java."""
+`serving.properties` with them. Source: djl-serving d21927c, ModelStore.java; `HF_MODEL_REVISION` is TGI's:
+text-generation-inference db931fc, sagemaker-entrypoint.sh."""
+TGI_MODEL: Final[Mapping[str, str]] = {"MODEL_ID": "model_id", "REVISION": "revision"}
+"""TGI's variables that together name a model, to the option. Source: text-generation-inference db931fc, main.rs."""
 
 TGI: Final[Mapping[str, str]] = {
     "HF_MODEL_QUANTIZE": "quantize",
@@ -69,12 +83,13 @@ TGI: Final[Mapping[str, str]] = {
 dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
 DJL's own queue, the GPUs into `TENSOR_PARALLEL_DEGREE`) where those are not set."""
 
-_HUB_OF: Final = {name: variable for variable, name in HUB.items()}
+_HUB_OF: Final = {name: variable for variable, name in reversed([*HUB.items()])}
 _OWN: Final = {
     variable: name for name in ServingOptions.model_fields for variable in option(name).env
 }
 """Variables of single options."""
-OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *_OWN})
+_OTHERS: Final = {variable: variable for variable in SAME if variable.isupper()}
+OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *TGI_MODEL, *_OWN, *_OTHERS})
 """Variables that set options under their own name."""
 
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
@@ -151,7 +166,7 @@ def without_options(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in OPTION_VARIABLES and not name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX))
+        if name not in OPTION_VARIABLES and not name.startswith(PREFIXES)
     }
 
 
@@ -183,28 +198,49 @@ def from_file_options(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Sett
 
 
 def from_hub(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
-    """The variables that name a model of the hub.
+    """The variables that name a model of the hub."""
+    return [] if written_by_djl(inputs) else _naming_a_model(inputs, stronger, HUB, HUB_SOURCE)
+
+
+def _naming_a_model(
+    inputs: Inputs, stronger: Sequence[Setting], names: Mapping[str, str], source: str
+) -> list[Setting]:
+    """The variables in `names`, the first of which names a model.
 
     Revision and task belong to the model they are set with: if something else names the model, they have no effect.
     """
-    given = {name: value for name, value in inputs.environ.items() if name in HUB and value.strip()}
+    model = next(iter(names))
+    given = {
+        name: value for name, value in inputs.environ.items() if name in names and value.strip()
+    }
+    if _is_place(given.get(model)):
+        stronger = [*stronger, *stripped(from_option_variables(inputs, ()))]
     named = next((entry.origin for entry in stronger if entry.name == "model_id"), None)
-    if written_by_djl(inputs):
-        return []
-    if "HF_MODEL_ID" not in given:
-        reason = "it belongs to HF_MODEL_ID, which is not set; otherwise use OPTION_REVISION or OPTION_TASK"
+    if model not in given:
+        reason = (
+            f"it belongs to {model}, which is not set; otherwise use OPTION_REVISION or OPTION_TASK"
+        )
     elif inputs.properties is not None:
-        reason = "DJL Serving creates a separate model folder for it"
+        reason = "DJL Serving names the model; for HF_MODEL_ID it creates a separate model folder"
     elif inputs.model_dir and try_path((inputs.model_dir / "config.json").exists, failed=False):
         reason = f"{inputs.model_dir} holds a model"
     elif named is not None:
         reason = f"the model is named by {named}"
     else:
-        return _from_variables(given, HUB, HUB_SOURCE)
+        return _from_variables(given, names, source)
     return [
-        Setting(name, value, f"environment {name}", HUB_SOURCE, by_user=True, unused=reason)
+        Setting(name, value, f"environment {name}", source, by_user=True, unused=reason)
         for name, value in given.items()
     ]
+
+
+def _is_place(model: str | None) -> bool:
+    """True for a folder or URI, beside which DJL Serving takes the model of ``OPTION_MODEL_ID``.
+
+    Source: djl-serving d21927c, ModelStore.java createHuggingFaceModel.
+    """
+    uri = model and model.startswith(("s3://", "djl://"))
+    return bool(uri or (model and try_path(Path(model).exists, failed=False)))
 
 
 def from_option_variables(inputs: Inputs, _stronger: Sequence[Setting]) -> list[Setting]:
@@ -233,6 +269,26 @@ def from_fallbacks(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]
     return _from_variables(with_worker_variables(inputs.environ, own), names, "fallbacks", own)
 
 
+def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
+    """Variables of other servers' images that mean the same as an option."""
+    own = worker_variables(stronger)
+    environ = with_worker_variables(inputs.environ, own)
+    found = _from_variables(environ, _OTHERS, OTHER_SERVERS, own)
+    for prefix in _FLAG_PREFIXES:
+        flags = _from_prefix(inputs.environ, prefix, by_user=True)
+        found += [replace(flag, value=flag.value or "true", source=OTHER_SERVERS) for flag in flags]
+    for i, setting in enumerate(found):
+        name, value = meant(setting.name, setting.value)
+        found[i] = replace(setting, name=name, value=value)
+    return [*_naming_a_model(inputs, stronger, TGI_MODEL, OTHER_SERVERS), *found]
+
+
+def meant(name: str, value: object) -> tuple[str, object]:
+    """The option that another server's name stands for, and its value: of a longest prompt the lengths up to it."""
+    longest = parse_value("n_positions", value) if name.lower().startswith("max_input_") else None
+    return SAME.get(name, name), make_buckets(longest) if isinstance(longest, int) else value
+
+
 WRITTEN: Final[tuple[Source, ...]] = (
     from_overrides,
     from_sagemaker,
@@ -242,6 +298,7 @@ WRITTEN: Final[tuple[Source, ...]] = (
     from_file_arguments,
     from_argument_variables,
     from_fallbacks,
+    from_other_servers,
 )
 """Sources of what users write, highest precedence first."""
 
@@ -346,10 +403,10 @@ def misplaced(variables: Mapping[str, Setting]) -> dict[str, str]:
 
     DJL Serving's process has them too, where they are not the operator's.
     """
-    options = {**SAGEMAKER, **HUB}
-    for name in variables:
-        if name.startswith((_ENV_PREFIX, _ARGUMENT_PREFIX)):
-            options[name] = name.partition("_")[2].lower()
+    options = {**SAGEMAKER, **HUB, **TGI_MODEL}
+    for prefix in PREFIXES:
+        found = (name for name in variables if name.startswith(prefix))
+        options |= {name: name.removeprefix(prefix).lower() for name in found}
     return {name: options[name] for name in variables if name in options}
 
 

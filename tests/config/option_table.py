@@ -174,7 +174,6 @@ GENERAL = {
         ),
         ("", "{% x\n", "{% endfor %}", "{{ messages", *TEXT_BAD),
     ),
-    "chat_template_kwargs": Row(OBJECT, OBJECT_BAD, also=("default_chat_template_kwargs",)),
     "generation_config": choice("auto", "vllm"),
     "task": Row(
         (
@@ -287,7 +286,6 @@ BATCHING = {
 LIMITS = {
     "max_request_seconds": SECONDS,
     "max_body_bytes": count(),
-    "unknown_parameters": choice("error", "warn"),
     "text_timeout": SECONDS,
     "request_head_timeout": SECONDS,
     "request_body_timeout": SECONDS,

@@ -6,14 +6,17 @@ import javaproperties
 from pydantic import ValidationError
 
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
+from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import (
     NAMES,
     SECTIONS,
     ServingOptions,
     allowed_values,
+    names_where,
     option,
 )
+from djl_python_neuronx.config.resolve import read_settings
 from djl_python_neuronx.config.sources import SAGEMAKER
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from tools import document
@@ -110,10 +113,25 @@ def test_the_example_file_has_every_option_with_a_value_that_is_its_default():
         for key, value in javaproperties.loads(uncommented).items()
         if key not in {"engine", "option.entryPoint", "option.async_mode", *ARGUMENTS}
     }
-    assert set(written) == set(ServingOptions.model_fields) - {"model_dir", "async_mode"}
+    operators = names_where(lambda marker: marker.operator)
+    apart = {"model_dir", "async_mode", *operators}
+    assert set(written) == set(ServingOptions.model_fields) - apart
+    assert written.pop("tensor_parallel_degree") == "max"
     given = {name: value for name, value in written.items() if value}
     assert ServingOptions.model_validate(given) == ServingOptions()
     assert all(ServingOptions.model_fields[name].default is None for name in written.keys() - given)
+
+
+def test_no_key_of_the_example_file_is_an_error_in_it(tmp_path):
+    commented = re.findall(r"^#(option\..*)$", EXAMPLE, re.MULTILINE)
+    assert len(commented) > 100
+    for line in [*commented, ""]:
+        text = EXAMPLE.replace(f"#{line}\n", f"{line}\n")
+        assert text != EXAMPLE or not line
+        (tmp_path / "serving.properties").write_text(text)
+        problems = Problems()
+        read_settings(None, tmp_path, {}, problems)
+        assert problems.messages("error") == (), line
 
 
 def test_the_example_file_has_the_keys_that_djl_serving_needs():

@@ -178,7 +178,7 @@ REFUSED = {
     "option.tensor_parallel_degree=8x": (DEGREE, "write 8"),
     "option.tensor_parallel_degree=3": (
         DEGREE,
-        "does not take it on inf2; leave it out, or set 1, 2, 4, 6, 8, 12, 16, 20 or 24",
+        "takes 1, 2, 4, 6, 8, 12, 16, 20 and 24 on inf2; leave it out, or",
     ),
     "option.context_length_estimate=128 256 512": ("context_length", "write 128,256,512"),
     "option.context_length_estimate=128;256": ("context_length", "write 128,256"),
@@ -232,6 +232,7 @@ REFUSED = {
     "option.async_mode=1": ("async_mode", "as false; write true"),
     "option.tensor_parallel_degree=MAX": ("does not start", "or max"),
     "option.rolling_batch=DISABLE": ("rolling_batch", "write it in lower case"),
+    "engine=MPI": ("engine", "set engine=Python"),
     # two settings
     "option.quantize=static_int8\noption.load_in_8bit=false": ("quantize", "keep one"),
     "option.partition_schema=optimum\noption.save_mp_checkpoint_path=/o": ("partition", "set safe"),
@@ -246,7 +247,6 @@ WARNED = {
     "-o dtype=bf16": ("-o", "ends at its first blank"),
     "option.model_name=caf\u00e9": ("ISO-8859-1", "write caf\\u00e9"),
     "option.partition_schema=optimum": ("partition_schema", "no effect"),
-    "engine=MPI": ("engine", "set engine=Python"),
     "engine=python": ("engine", "set engine=Python"),
     "engine=PyTorch": ("engine", "set engine=Python"),
     "option.entryPoint=djl_python.transformers_neuronx": ("djl_python_neuronx.handler",),

@@ -425,7 +425,7 @@ class TestStrictness:
         }
 
     def test_declared_options_of_the_old_engine_are_listed_with_the_reason(self, folder):
-        model_dir = folder("option.mpi_mode=true", "option.entryPoint=djl_python_neuronx.handler")
+        model_dir = folder("option.mpi_mode=false", "option.entryPoint=djl_python_neuronx.handler")
         resolved = resolve(None, model_dir, {"OPTION_ENGINE": "Python", "OPTION_HEIGHT": "512"})
         assert resolved.ignored == {
             name: IGNORED[name] for name in ("mpi_mode", "entryPoint", "engine", "height")
@@ -963,9 +963,9 @@ class TestWhatDjlDoes:
             (("option.trust_remote_code=no",), {}, []),
             ((), {"HF_MODEL_TRUST_REMOTE_CODE": "true"}, []),
             (
-                ("engine=MPI", "option.entryPoint=djl_python_neuronx.handler"),
+                ("engine=PyTorch", "option.entryPoint=djl_python_neuronx.handler"),
                 {},
-                ["engine", "MPI", "set engine=Python"],
+                ["engine", "PyTorch", "set engine=Python"],
             ),
             (("option.dtype=bf16",), {}, []),
             ((), {}, []),
@@ -1042,7 +1042,8 @@ class TestWhatDjlDoes:
         for properties in (None, as_djl_passes(model_dir)):
             resolved = resolve(properties, model_dir, {})
             assert (resolved.options.rolling_batch, resolved.options.batch_size) == ("disable", 4)
-            assert resolved.origins["rolling_batch"] == "DJL"
+            place = ", in place of rolling_batch=tnx (" if properties is None else ""
+            assert resolved.origins["rolling_batch"].startswith(f"DJL{place}")
             (warning,) = told(resolved, "warning")
             assert "'disable' in place of 'tnx'" in warning
         # Under these names DJL Serving does not see it in time, and the rolling batch stays.

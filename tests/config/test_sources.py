@@ -126,7 +126,7 @@ class TestVariables:
 
     def test_every_variable_sets_a_name_that_is_known(self):
         known = {*NAMES, "max_rolling_batch_prefill_tokens"}
-        for table in (sources.SAGEMAKER, sources.HUB, sources.TGI):
+        for table in (sources.SAGEMAKER, sources.HUB, sources.TGI, sources.TGI_MODEL):
             assert set(table.values()) <= known
         for name in ServingOptions.model_fields:
             given = dict.fromkeys(option(name).env, "x")
@@ -154,7 +154,7 @@ class TestVariables:
         environ = {
             "SAGEMAKER_STARTUP_TIMEOUT": "1800",
             "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "60",
-            "SAGEMAKER_NUM_MODEL_WORKERS": "2",
+            "SAGEMAKER_MULTI_MODEL": "2",
         }
         assert told(sources.from_sagemaker(Inputs(environ), ())) == [
             ("model_loading_timeout", "1800", "environment SAGEMAKER_STARTUP_TIMEOUT"),
@@ -216,6 +216,15 @@ class TestHub:
             silent = {entry.name: entry.unused for entry in sources.from_hub(inputs, settings)}
             assert set(silent) == {name for name in environ if environ[name].strip()}
             assert all(word in reason for reason in silent.values())
+
+    def test_beside_a_folder_or_uri_djl_takes_the_option(self, tmp_path):
+        """A hub id becomes a file, which precedes the option."""
+        for place, overruled in (("s3://b/m", True), (str(tmp_path), True), ("org/m", False)):
+            environ = {**self.ALL, "HF_MODEL_ID": place, "OPTION_MODEL_ID": "org/other"}
+            settings = sources.from_hub(Inputs(environ), [])
+            assert [bool(entry.unused) for entry in settings] == [overruled] * 3
+            assert all("OPTION_MODEL_ID" in entry.unused for entry in settings if overruled)
+            assert not any(one.unused for one in sources.from_hub(Inputs({**self.ALL}), []))
 
     @pytest.mark.parametrize(
         ("lines", "made"),

@@ -234,6 +234,42 @@ def test_each_flag_of_vllm_is_an_option_or_a_flag(tmp_path, row):
             assert known == name
 
 
+REFUSED_FLAGS = {"--allowed-origins"}
+"""Flags that stand beside an option, but have another form."""
+TAKEN = [
+    *(row for row in FLAGS if code(row[1])[0].startswith("option.")),
+    *(row for row in rows("From TGI", "TGI, variable or flag") if code(row[1])),
+]
+
+
+@pytest.mark.parametrize("row", TAKEN, ids=lambda row: row[0])
+def test_flags_and_variables_mean_the_option_beside_them(tmp_path, row):
+    names, (setting,) = code(row[0]), code(row[1])
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    words = shlex.split(names[-1]) if names[-1].startswith("--") else []
+    if words[:1] == ["vllm"] or {*words} & REFUSED_FLAGS:
+        return
+    serve = cli._parser().parse_args(["serve", "folder"])
+    flags = cli._parser().parse_args(["serve", *words, "-o", "x=1", "folder"])
+    assert flags.models == ["folder"]
+    if setting.startswith("djl-neuronx"):
+        same = cli._parser().parse_args([*shlex.split(setting)[1:], "folder"])
+        assert (flags.host, flags.port, flags.drain) == (same.host, same.port, same.drain)
+        assert (flags.host, flags.port, flags.drain) != (serve.host, serve.port, serve.drain)
+        return
+    expected = options(tmp_path, [setting])
+    given = dict(flags.option[:-1])
+    problems = Problems()
+    found = examine(None, tmp_path, {}, problems, given).options if words else expected
+    assert found == expected
+    value = words[-1] if words else setting.partition("=")[2]
+    write(tmp_path, [])
+    for variable in (name for name in names if name.isupper()):
+        environ = {"MODEL_ID": "owner/name", variable: value}
+        assert examine(None, tmp_path, environ, problems).options == expected
+    problems.raise_errors()
+
+
 @pytest.mark.parametrize("row", rows(VLLM, "keyword"), ids=lambda row: row[0])
 def test_each_keyword_is_its_option(tmp_path, row):
     (keywords,) = code(row[0])
@@ -267,6 +303,27 @@ def test_the_command_line_is_the_file(tmp_path):
         machine=machines.named("inf2.48xlarge"),
     )
     assert report.findings.messages("error") == ()
+
+
+def test_the_commands_are_taken_as_they_are(tmp_path):
+    """Those of the chapters, by `serve`: vLLM's with another name of the program, TGI's behind its image."""
+    for heading, place, image in ((VLLM, 2, "djl-neuronx"), ("From TGI", 0, "neuron")):
+        section = GUIDE.partition(f"\n## {heading}\n")[2]
+        blocks = re.findall(r"```(?:sh|properties)\n(.*?)```", section, re.DOTALL)
+        file = next(block for block in blocks if block.startswith("option."))
+        words = shlex.split(blocks[place].replace("\\\n", ""))
+        start = next(i for i, word in enumerate(words) if word.endswith(image))
+        environ = dict(word.split("=") for word in words[:start] if "=" in word)
+        environ = {name: value for name, value in environ.items() if name.startswith("HF_")}
+        arguments = cli._parser().parse_args(["serve", *words[start + 1 :]][place > 0 :])
+        given = dict(arguments.option)
+        model = given.pop("model_id", arguments.models[0])
+        (tmp_path / "serving.properties").unlink(missing_ok=True)
+        problems = Problems()
+        found = examine(None, tmp_path, environ, problems, {**given, "model_id": model}).options
+        problems.raise_errors()
+        expected = options(tmp_path, file.splitlines())
+        assert found == expected.model_copy(update={"model_loader": "auto"})
 
 
 SAME = {

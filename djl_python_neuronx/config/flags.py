@@ -1,0 +1,70 @@
+"""Options as flags of the command line: `--max-num-seqs 4` is `-o max_num_seqs=4`.
+
+Each has the names of the option and those of other servers that mean the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from djl_python_neuronx.config import hints
+from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
+from djl_python_neuronx.config.options import NAMES, ServingOptions
+from djl_python_neuronx.config.other_servers import SAME
+from djl_python_neuronx.config.sources import meant
+
+_NAMES = dict.fromkeys((*SAME, *NAMES, *IGNORED, *UNSUPPORTED))
+_APART = {"env", "model_dir"}  # `--env` of TGI is another thing
+_SWITCHES = re.compile("allow_|disable_|enable_|enforce_|use_")
+"""Beginnings of names that are no options and take no value, in vLLM too."""
+
+
+class _Flag(argparse.Action):
+    """A flag that adds its name (`const`) and value to the pairs of ``-o``."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # noqa: ANN401  (argparse's own type)
+        flag: str | None = None,
+    ) -> None:
+        switch = "false" if str(flag).startswith("--no-") else "true"
+        pair = meant(str(self.const), ",".join(values) if self.nargs else switch)
+        namespace.option = [*namespace.option, pair]
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """Add a flag for each name, without help: docs/options.md has it."""
+    for name in _NAMES:
+        option = SAME.get(name, NAMES.get(name, ""))
+        switch = _is_switch(name)
+        if name.islower() and name not in _APART:
+            command.add_argument(
+                *(["-" + name] if len(name) < 3 else []),
+                *dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)),
+                *(["--no-" + name.replace("_", "-")] if switch else []),
+                action=_Flag,
+                const=name,
+                dest="option",
+                help=argparse.SUPPRESS,
+                nargs=0 if switch else "+" if option == "model_name" else 1,
+            )
+
+
+def unknown(words: Sequence[str]) -> str:
+    """The flags in `words`, each with what to do instead of it; values, which may be secrets, are left out."""
+    flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-"))
+    advice = {flag: hints.unknown(flag.lstrip("-"), None, _NAMES) for flag in flags}
+    other = "; no flag and no option has this name; leave it out"
+    return ", ".join(f"{flag} ({(advice[flag] or other)[2:]})" for flag in flags) or words[0]
+
+
+def _is_switch(name: str) -> bool:
+    if name not in NAMES:
+        return _SWITCHES.match(name) is not None
+    annotation = ServingOptions.model_fields[NAMES[name]].annotation
+    return bool in (annotation, *get_args(annotation))
