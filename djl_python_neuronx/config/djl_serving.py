@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.findings import Finding, Level
 from djl_python_neuronx.config.legacy import DJL_ARGUMENTS, DJL_READS
 from djl_python_neuronx.config.options import (
     INVALID,
@@ -66,10 +66,11 @@ _KINDS = {
 }
 """Kind of `Djl.reads` to the pattern of values that mean the same here, and what DJL Serving does with others."""
 _ONE = r"-.*|\+?0*[01]|"
+_MPI = "starts processes by MPI, which DJL Serving refuses without GPUs"
 _EXPECTED = {
     "engine": ("Python", "Python", "does not run this handler in one process for all cores"),
     "handler": ("handle", "handle", "is not a function of this handler"),
-    "mpi_mode": ("(?!(?i:true)$).*", "false", "starts processes by MPI, which need GPUs"),
+    "mpi_mode": ("(?!(?i:true)$).*", "false", _MPI),
     "minWorkers": (_ONE, "1", "processes share the cores of one"),
     "maxWorkers": (_ONE, "1", "processes share the cores of one"),
 }
@@ -105,11 +106,11 @@ def findings(
     what is `handed_over`. `keywords`: settings that stand in `override_neuron_config`, and count.
     """
     java = _read_by_java(inputs)
-    yield from _misread(java)
+    yield from _misread(java, is_for_djl(written) or inputs.properties is not None)
     yield from _twice(written)
-    yield from _batches(java, planned)
+    yield from _batches(java, written, planned)
     if inputs.properties is not None:
-        yield from _inside(inputs.properties, written, planned)
+        yield from _inside(inputs.properties, java, written, planned)
         if sources.API_KEYS in inputs.environ or planned.api_key_file is not None:
             problem = (
                 "DJL Serving answers the clients and checks no API keys; have a gateway in front of it check them, "
@@ -161,6 +162,7 @@ def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
     found = {one.name: one for one in sources.from_overrides(inputs, ())}
     for setting in (
         *sources.from_sagemaker(inputs, ()),
+        *_workers(inputs.environ.get(sources.WORKERS)),
         *inputs.file,
         *sources.from_option_variables(inputs, ()),
         # Not the variables of `option.env`, which are for the Python process.
@@ -176,10 +178,17 @@ def _read_by_java(inputs: Inputs) -> dict[str, Setting]:
     return found
 
 
-def _misread(java: Mapping[str, Setting]) -> Iterator[Finding]:
+def _workers(number: str | None) -> list[Setting]:
+    """The settings of SageMaker's number of processes, which override the file's."""
+    names = _VARIABLES[sources.WORKERS] if number else ()
+    return [Setting(n, number, f"environment {sources.WORKERS}", "SageMaker", False) for n in names]
+
+
+def _misread(java: Mapping[str, Setting], for_djl: bool) -> Iterator[Finding]:
     """Errors about values that DJL Serving reads otherwise than this package, or fails at.
 
-    Warnings about seconds, and about empty values, which are none at all here.
+    Warnings about seconds, about words for true that only DJL Serving reads, and, in settings that were not written for
+    it, about empty values, which are none at all here.
     """
     for name, setting in java.items():
         text, kind = str(setting.value), _READS.get(name, "")
@@ -189,10 +198,13 @@ def _misread(java: Mapping[str, Setting]) -> Iterator[Finding]:
             continue
         pattern, problem = _KINDS[kind]
         if not re.fullmatch(pattern, text, re.DOTALL):
-            where = "" if name in NAMES else f"{shortened(text)!r} ({setting.origin}): "
+            known, empty = name in NAMES, not plain
+            where = f"{name}=" if known and empty else ""
+            where += "" if known and plain else f"{shortened(text)!r} ({setting.origin}): "
             problem = f"{where}DJL Serving {problem.format(repr(shortened(text)))}"
-            mild = kind == "seconds" or not (plain or kind == "mode")
-            yield Finding((name,), problem, "warning" if mild else "error")
+            unmeant = (kind == "truth" and not known) or (empty and kind != "mode" and not for_djl)
+            level: Level = "warning" if kind == "seconds" or unmeant else "error"
+            yield Finding(() if known and empty else (name,), problem, level)
 
 
 def _twice(written: Sequence[Setting]) -> Iterator[Finding]:
@@ -210,7 +222,9 @@ def _twice(written: Sequence[Setting]) -> Iterator[Finding]:
             yield Finding((NAMES.get(name, name),), problem, "warning")
 
 
-def _batches(java: Mapping[str, Setting], options: ServingOptions) -> Iterator[Finding]:
+def _batches(
+    java: Mapping[str, Setting], written: Sequence[Setting], options: ServingOptions
+) -> Iterator[Finding]:
     """Findings about the batches that DJL Serving collects, which it does whatever the mode."""
     collected = _number(java.get("batch_size"))
     rolling = options.rolling_batch in {"tnx", "vllm"}
@@ -223,7 +237,9 @@ def _batches(java: Mapping[str, Setting], options: ServingOptions) -> Iterator[F
         )
         yield Finding(("batch_size", mode), problem)
     elif options.batch_size != collected and not rolling:
-        fix = f"write batch_size={options.batch_size} in {sources.FILE_NAME}, without `option.`"
+        slots = f"write {_spelled('max_rolling_batch_size', written)}={options.batch_size} for its slots"
+        batch = f"write batch_size={options.batch_size} in {sources.FILE_NAME}, without `option.`"
+        fix = batch if _disabled(written) else slots
         problem = (
             f"no effect on DJL Serving, which collects {collected} and reads batch_size without `option.` only; "
             f"{'leave it out' if options.async_mode else fix}"
@@ -265,17 +281,13 @@ def _firsts(written: Sequence[Setting]) -> dict[str, Setting]:
 
 
 def _inside(
-    properties: Mapping[str, object], written: Sequence[Setting], options: ServingOptions
+    properties: Mapping[str, object],
+    java: Mapping[str, Setting],
+    written: Sequence[Setting],
+    options: ServingOptions,
 ) -> Iterator[Finding]:
-    if _text(properties.get("rolling_batch")).lower() in {"", "disable"} and _one_at_a_time(
-        written, options
-    ):
-        yield Finding(
-            ("rolling_batch", "async_mode"),
-            "DJL Serving sends one request at a time (recent versions turn rolling_batch=auto or unset into disable): "
-            f"{_batching(written)}",
-            "warning",
-        )
+    if _text(properties.get("rolling_batch")).lower() in {"", "disable"}:
+        yield from _waiting(java, written, options)
     firsts = _firsts(written)
     for name in sorted(firsts.keys() & _OVERRULED):
         passed, wanted = _text(properties.get(name)), _text(firsts[name].value)
@@ -300,19 +312,16 @@ def _ahead(
             f"batches of {options.batch_size}; remove batch_size or rolling_batch"
         )
         yield Finding(("rolling_batch", "batch_size"), problem, "warning")
-    refused = setting and parse_value("rolling_batch", setting.value) is INVALID
-    if options.rolling_batch == "auto" and not refused and _one_at_a_time(written, options):
-        yield Finding(
-            ("rolling_batch", "async_mode"),
-            "under DJL Serving, whose recent versions turn rolling_batch=auto or unset into disable, "
-            f"{_batching(written)}",
-            "warning",
-        )
+    yield from _waiting(java, written, options)
     for name, (pattern, value, why) in _EXPECTED.items():
         found = java.get(name)
-        if found is not None and not re.fullmatch(pattern, _text(found.value)):
-            problem = f"{shortened(found.value)} ({found.origin}) {why}; set {name}={value}"
-            yield Finding((name,), problem, "warning")
+        if found is not None and not re.fullmatch(pattern, str(found.value)):
+            _, _, variable = found.origin.partition("environment ")
+            problem = (
+                f"{shortened(found.value)} ({found.origin}) {why}; set {variable or name}={value}"
+            )
+            by_mpi = name == "mpi_mode" or (name == "engine" and found.value == "MPI")
+            yield Finding((name,), problem, "error" if by_mpi else "warning")
     if options.replicas != 1:
         # Source: djl-serving d21927c, Connection.java getNeuronVisibleCores, ModelInfo.java getLoadOnDevices.
         problem = (
@@ -336,11 +345,32 @@ def _spelled(name: str, written: Sequence[Setting]) -> str:
     return f"option.{name}" if in_file else f"OPTION_{name.upper()}"
 
 
-def _batching(written: Sequence[Setting]) -> str:
+def _waiting(
+    java: Mapping[str, Setting], written: Sequence[Setting], options: ServingOptions
+) -> Iterator[Finding]:
+    """Warning about sequences that wait for others to end, although the user did not choose that."""
+    setting, collected = java.get("rolling_batch"), _number(java.get("batch_size"))
+    chosen = collected > 1 if setting is None else _text(setting.value) != "auto"
+    if chosen or _disabled(written) or options.async_mode or options.max_rolling_batch_size == 1:
+        return
     mode, batch = (_spelled(name, written) for name in ("async_mode", "rolling_batch"))
-    return (
-        f"the device then serves one sequence while all others wait. Set {mode}=true or {batch}=tnx to serve them "
-        f"together, or {batch}=disable to accept this"
+    served = (
+        "one sequence" if collected == 1 else f"the {collected} requests that batch_size collects"
+    )
+    removed = "" if collected == 1 else ", without batch_size,"
+    problem = (
+        "under DJL Serving, whose recent versions turn rolling_batch=auto or unset into disable, the device serves "
+        f"{served} while all others wait. Set {mode}=true or {batch}=tnx{removed} to serve them together, or "
+        f"{batch}=disable to accept this"
+    )
+    yield Finding(("rolling_batch", "async_mode"), problem, "warning")
+
+
+def _disabled(written: Sequence[Setting]) -> bool:
+    """True if the user chose one call after the other."""
+    return any(
+        setting.name == "rolling_batch" and _text(setting.value).lower() == "disable"
+        for setting in written
     )
 
 
@@ -370,8 +400,10 @@ def _unread(
             same = parse_value(name, read.value) == parse_value(name, setting.value)
             otherwise = f"reads {shortened(read.value)!r} ({read.origin})"
         else:
-            same = name == "max_rolling_batch_size" and slots in {None, rows}
-        if not same and (by_rows or name != "max_rolling_batch_size"):
+            read_rows = by_rows or not setting.by_user
+            count = options.max_rolling_batch_size if read_rows else rows
+            same = name == "max_rolling_batch_size" and count in {None, rows}
+        if not same and (read is None or by_rows or name != "max_rolling_batch_size"):
             place = setting.source if setting in keywords else f"{setting.name} ({setting.origin})"
             problem = (
                 f"DJL Serving does not read {place} and {otherwise.format(rows=rows)}; "
@@ -397,16 +429,6 @@ def _entry_point(
         fix = f"set {_spelled('entryPoint', written)}={ENTRY_POINT}"
         problem = f"{current}: DJL Serving would not load this handler; {fix}"
         yield Finding(("entryPoint",), problem, "warning")
-
-
-def _one_at_a_time(written: Sequence[Setting], options: ServingOptions) -> bool:
-    """True if DJL Serving sends one request at a time although the user did not choose that."""
-    chosen = any(
-        setting.name == "rolling_batch" and _text(setting.value).lower() == "disable"
-        for setting in written
-    )
-    one_slot = options.max_rolling_batch_size == 1
-    return not (chosen or options.async_mode or options.batch_size > 1 or one_slot)
 
 
 def _text(value: object) -> str:

@@ -66,6 +66,8 @@ def start(folder, environ=None, *, cores=0):
         key.removeprefix("option."): value for key, value in prop.items() if key[:7] == "option."
     }
     arguments.update({key: value for key, value in prop.items() if key[:7] != "option."})
+    if parse_boolean(options.get("mpi_mode")) or prop.get("engine") == "MPI":
+        raise JavaError("GPU devices are not enough")  # PyModel.java, without GPUs
     degree = options.get("tensor_parallel_degree", environ.get("TENSOR_PARALLEL_DEGREE", "0"))
     degree = cores if degree == "max" else parse_int(degree)
     parse_int(options.get("pipeline_parallel_degree", "1"))

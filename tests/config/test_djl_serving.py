@@ -205,7 +205,7 @@ WHOLE = (
     *("option.max_rolling_batch_size", "OPTION_MAX_ROLLING_BATCH_SIZE", "MAX_BATCH_SIZE"),
     *("batch_size", "max_dynamic_batch_size", "SERVING_BATCH_SIZE", "max_batch_delay"),
     *("job_queue_size", "max_idle_time", "minWorkers", "maxWorkers", "nc.maxWorkers"),
-    *("retry_threshold", "required_memory_mb"),
+    *("retry_threshold", "required_memory_mb", "SAGEMAKER_NUM_MODEL_WORKERS"),
 )
 VALUE_OF = {
     "tensor_parallel_degree": lambda started: started.degree,
@@ -224,14 +224,46 @@ def test_a_number_is_refused_where_java_fails_and_else_the_same(tmp_path, key):
     for i, text in enumerate(NUMBERS):
         started, outside, errors = read_both(tmp_path / str(i), (*mode, (key, text)))
         if started is None:
-            # Here an empty value is none at all, so that it can be served.
-            told = errors if text else outside.problems.messages("warning")
-            assert told, text
-            assert any("write" in str(one) or "expected" in str(one) for one in told)
+            assert errors, text
+            assert any("write" in str(one) or "expected" in str(one) for one in errors)
         elif text == "max" and "degree" in name:
             assert outside.options.tensor_parallel_degree == "max"
         elif not errors and text and name in VALUE_OF:
             assert getattr(outside.options, name) == VALUE_OF[name](started), text
+
+
+@pytest.mark.parametrize("key", ["batch_size", "option.tensor_parallel_degree", "minWorkers"])
+def test_an_empty_number_is_an_error_in_a_file_for_djl_alone(tmp_path, key):
+    """Here it is none at all."""
+    write(tmp_path, ((key, ""),))
+    outside, (error,) = examine(None, tmp_path, {})
+    name = key.removeprefix("option.")
+    line = f"({tmp_path}/serving.properties line 3): DJL Serving does not read '' as a number"
+    assert name in str(error)
+    assert f"'' {line}" in str(error)
+    assert "default" not in str(error)
+    (tmp_path / "serving.properties").write_text(f"{key}=\n")
+    outside, errors = examine(None, tmp_path, {})
+    assert errors == []
+    (warning,) = outside.problems.messages("warning")
+    assert "does not read ''" in warning
+
+
+def test_the_processes_of_sagemaker_override_the_files(tmp_path):
+    """A model for DJL Serving has as many processes; one for the embedded server as many copies."""
+    environ = {"SAGEMAKER_NUM_MODEL_WORKERS": "2"}
+    write(tmp_path, (("minWorkers", "1"), ("maxWorkers", "1"), ("option.async_mode", "true")))
+    for properties in (None, java.as_djl_passes(tmp_path, environ)):
+        resolved, errors = examine(properties, tmp_path, environ)
+        assert errors == []
+        assert resolved.options.replicas == 1
+        warned = [text for text in resolved.problems.messages("warning") if "Workers" in text]
+        assert len(warned) == 2 * (properties is None)
+        assert all("set SAGEMAKER_NUM_MODEL_WORKERS=1" in text for text in warned)
+    (tmp_path / "serving.properties").unlink()
+    resolved, errors = examine(None, tmp_path, environ)
+    assert resolved.options.replicas == 2
+    assert resolved.origins["replicas"] == "environment SAGEMAKER_NUM_MODEL_WORKERS"
 
 
 TRUTHS = ("true", "TRUE", "True", "true ", "1", "yes", "on", "false", "False", "0", "no", "off", "")
@@ -248,12 +280,25 @@ def test_a_truth_is_refused_where_java_reads_another(tmp_path, key):
         assert all("as false; write true" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize("name", ["parallel_loading", "enable_venv", "mpi_mode"])
-def test_so_is_one_that_java_alone_reads(tmp_path, name):
+@pytest.mark.parametrize("name", ["option.parallel_loading", "option.enable_venv"])
+def test_one_that_java_alone_reads_is_warned_of(tmp_path, name):
+    mode = ("option.async_mode", "true")
     for i, text in enumerate(TRUTHS):
-        _, _, errors = read_both(tmp_path / str(i), ((f"option.{name}", text),))
-        wrong = text.strip().lower() in {"true", "1", "yes", "on"} and text.lower() != "true"
-        assert bool(errors) == wrong, text
+        started, outside, errors = read_both(tmp_path / str(i), ((name, text), mode))
+        assert errors == []
+        meant = text.strip().lower() in {"true", "1", "yes", "on"}
+        read = java.parse_boolean(started.properties[name.removeprefix("option.")])
+        assert len(outside.problems.messages("warning")) == (meant != read), text
+
+
+def test_a_start_by_mpi_is_refused_as_java_refuses_it(tmp_path):
+    """Every word but true is what it should be."""
+    for i, text in enumerate(TRUTHS):
+        settings = (("option.mpi_mode", text), ("option.async_mode", "true"))
+        started, outside, errors = read_both(tmp_path / str(i), settings)
+        assert bool(errors) == (started is None) == (text.lower() == "true"), text
+        assert outside.problems.messages("warning") == ()
+        assert all("set mpi_mode=false" in str(error) for error in errors)
 
 
 def test_a_mode_is_refused_where_java_reads_another(tmp_path):
@@ -328,6 +373,44 @@ DEGREES = (
 )
 
 
+@pytest.mark.parametrize(
+    ("settings", "served"),
+    [
+        ((("option.batch_size", "4"), ("option.rolling_batch", "auto")), "one sequence"),
+        ((("option.batch_size", "4"),), "one sequence"),
+        ((("batch_size", "4"), ("option.rolling_batch", "auto")), "the 4 requests"),
+        ((("batch_size", "4"),), ""),  # the file of one who wants such batches
+        ((("batch_size", "4"), ("option.rolling_batch", "disable")), ""),
+        ((("option.batch_size", "4"), ("option.async_mode", "true")), ""),
+    ],
+)
+def test_a_batch_beside_rolling_batch_auto_is_warned_of(tmp_path, settings, served):
+    environ = write(tmp_path, settings)
+    for properties in (None, java.as_djl_passes(tmp_path, environ)):
+        resolved, errors = examine(properties, tmp_path, environ)
+        assert errors == []
+        warnings = resolved.problems.messages("warning")
+        found = [text for text in warnings if "while all others wait" in text]
+        assert len(found) == bool(served), warnings
+        assert all(served in text and "option.async_mode=true" in text for text in found)
+        if ("option.rolling_batch", "auto") in settings and properties is None:
+            assert "line 4" in resolved.origins["rolling_batch"]
+        # No advice leads away from what serves sequences together.
+        fixes = [text for text in warnings if "no effect on DJL Serving" in text and served]
+        assert all("write option.max_rolling_batch_size=4" in text for text in fixes)
+
+
+def test_slots_without_the_prefix_are_warned_of_in_every_mode(tmp_path):
+    for i, mode in enumerate(("option.async_mode=true", "option.rolling_batch=tnx", "a=b")):
+        for j, (rows, warned) in enumerate((("8", True), ("32", False))):
+            folder = tmp_path / f"{i}-{j}"
+            settings = (("max_rolling_batch_size", rows), tuple(mode.split("=")))
+            _, outside, errors = read_both(folder, settings)
+            fix = f"write option.max_rolling_batch_size={rows}"
+            found = [text for text in outside.problems.messages("warning") if fix in text]
+            assert (errors, len(found)) == ([], warned)
+
+
 @pytest.mark.parametrize(("key", "text"), DEGREES)
 def test_a_degree_that_java_does_not_read_is_warned_of(tmp_path, key, text):
     environ = write(tmp_path, ((key, text), ("option.async_mode", "true")))
@@ -384,7 +467,6 @@ def test_a_key_with_and_without_its_prefix_is_warned_of(tmp_path, name):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("option.mpi_mode=true", "by MPI"),
         ("option.mpi_mode=false", ""),
         ("option.handler=infer", "set handler=handle"),
         ("option.handler=handle", ""),
