@@ -217,11 +217,15 @@ class FormatterError(ServingError, status=424, code="formatter_error"):
     """A formatter of the model folder's `model.py` failed on one request."""
 
 
+PROMPT = "the prompt"
+"""In place of a field's name: the field that has the prompt in the request's protocol."""
+
+
 class RequestError(ServingError, ValueError, status=400, code="bad_request"):
     """An invalid request."""
 
     param: str | None = None
-    """The field of the request that is wrong."""
+    """The field of the request that is wrong, or `PROMPT`."""
 
     def __init__(self, message: str = "", param: str | None = None) -> None:
         super().__init__(message)
@@ -242,6 +246,9 @@ class UnauthorizedError(RequestError, status=401, code="invalid_api_key"):
 
 class PromptTooLongError(RequestError, status=413, code="prompt_too_long"):
     """A prompt with more tokens than the largest prefill bucket or the slot holds."""
+
+    def __init__(self, message: str = "", param: str = PROMPT) -> None:
+        super().__init__(message, param)
 
 
 class TextLimitError(RequestError, code="text_limit"):

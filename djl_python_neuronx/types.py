@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -101,6 +102,20 @@ class TokenOutput(NamedTuple):
     `logprobs` is, only for requests with `top_logprobs`."""
 
 
+class Rendering(NamedTuple):
+    """How a chat template is rendered."""
+
+    variables: Mapping[str, Any] = MappingProxyType({})
+    """Variables of the template besides its own, in plain values."""
+    begins_turn: bool = True
+    """The text ends with the beginning of the assistant's turn."""
+    continues: bool = False
+    """The text ends with that of the last message, which the model goes on with."""
+
+
+RENDERING = Rendering()
+
+
 class Tokenizer(Protocol):
     """Text to ids and back, independent of any library. Thread-safe."""
 
@@ -123,9 +138,13 @@ class Tokenizer(Protocol):
         """Ids of a prompt, never two BOS; `special`: with the special tokens that the model expects around it."""
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int | None = None,
+        rendering: Rendering = RENDERING,
     ) -> list[int]:
-        """Ids of a conversation in the model's chat template, ready for the assistant's turn.
+        """Ids of a conversation in the model's chat template. A content is text, or a list of parts of type text.
 
         Raises `PromptTooLongError` if it has more than `max_chars` characters there.
         """

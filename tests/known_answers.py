@@ -24,16 +24,16 @@ READY_S = 180
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def shown() -> list[tuple[str, dict[str, Any], list[Any]]]:
-    """Each curl's path and body with the lines that the README shows; a long one goes on behind a blank."""
+def shown() -> list[tuple[str, dict[str, str], dict[str, Any], list[Any]]]:
+    """Each curl's path, header and body with the lines that the README shows; a long one goes on behind a blank."""
     (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     found = []
     for part in block.split("$ curl ")[1:]:
         command, *lines = part.strip().replace("\n ", "").splitlines()
-        request = re.search(r"localhost:8080(\S+) *\\?-d '(.*)'$", command)
+        request = re.search(r"localhost:8080(\S+) -H '(\S+): (\S+)' *\\?-d '(.*)'$", command)
         assert request is not None, command
         answers = [rounded(json.loads(line)) for line in lines]
-        found.append((request[1], json.loads(request[2]), answers))
+        found.append((request[1], {request[2]: request[3]}, json.loads(request[4]), answers))
     assert found
     return found
 
@@ -44,7 +44,7 @@ def rounded(value: Any) -> Any:
         return {
             name: rounded(inner)
             for name, inner in value.items()
-            if name not in ("log_prob", "created", "model")
+            if name not in ("log_prob", "created", "model", "system_fingerprint")
             and not str(inner).startswith("chatcmpl-")
         }
     return value
@@ -53,12 +53,8 @@ def rounded(value: Any) -> Any:
 def differences(url: str) -> list[str]:
     """A server's answers that differ from the README; raises `OSError` for a server that does not answer."""
     different = []
-    for path, body, wanted in shown():
-        request = urllib.request.Request(
-            url.rstrip("/") + path,
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
+    for path, headers, body, wanted in shown():
+        request = urllib.request.Request(url.rstrip("/") + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             found = [rounded(json.loads(line)) for line in answer]
         if found != wanted:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
-from djl_python_neuronx.protocol.parameters import Only
 from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
@@ -57,15 +58,24 @@ def test_each_sampling_parameter_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(Parameters.model_fields))
 def test_each_parameter_that_is_accepted_is_documented(name: str) -> None:
-    described, neutral = (
-        (ROOT / "docs/protocols.md").read_text().split("**Unsupported parameters**")
-    )
-    if any(isinstance(one, Only) for one in Parameters.model_fields[name].metadata):
-        assert f"`{name}`" in neutral.partition("\n- ")[0].partition("\n#")[0]
-    else:
-        assert any(
-            f"`{name}`" in line.split("|")[1] for line in described.splitlines() if "|" in line
-        )
+    text = (ROOT / "docs/protocols.md").read_text(encoding="utf-8")
+    described = text.split("**Unsupported parameters**")[0]
+    assert any(f"`{name}`" in line.split("|")[1] for line in described.splitlines() if "|" in line)
+
+
+def test_fields_of_other_servers_are_documented_with_their_values() -> None:
+    text = (ROOT / "docs/protocols.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Fields of other servers\n")[2].partition("\n## ")[0]
+    listed: dict[str, str] = {}
+    for line in " ".join(section.split()).split(" - ")[1:]:
+        values, _, names = line.partition(": `")
+        listed |= dict.fromkeys(re.findall(r"\w+", names), values)
+    shown = {
+        name: " or ".join(f"`{json.dumps(value)}`" for value in values) or "null alone"
+        for name, values in NEUTRAL.items()
+    }
+    shown |= dict.fromkeys(WITHOUT_EFFECT, "any value, because none has an effect")
+    assert listed == shown
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def answers(service: Any, bodies: Sequence[Any], path: str = "") -> list[bytes]:
 def test_the_quick_starts_answers(service: Any) -> None:
     examples = shown()
     assert len(examples) == 3
-    for path, body, lines in examples:
+    for path, headers, body, lines in examples:
+        assert headers == {"content-type": "application/json"}, "DJL Serving takes a form apart"
         (answer,) = answers(service, [body], path=path)
         assert [rounded(json.loads(line)) for line in answer.splitlines()] == lines
 
@@ -68,7 +69,7 @@ def test_a_server_that_answers_otherwise_is_found_out(changed: bytes, status: in
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             (lines,) = (
-                lines for path, asked, lines in shown() if (path, asked) == (self.path, body)
+                lines for path, _, asked, lines in shown() if (path, asked) == (self.path, body)
             )
             answer = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
             self.send_response(200)

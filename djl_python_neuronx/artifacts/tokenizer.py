@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.errors import (
+    PROMPT,
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
@@ -25,6 +27,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnsupportedParameterError,
 )
+from djl_python_neuronx.types import RENDERING, Rendering
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,10 @@ def no_tokenizer(folder: Path) -> str:
 _TEMPLATES = (
     "chat_template.jinja or tokenizer_config.json of the model folder, or option.chat_template"
 )
+_LISTS_PARTS = re.compile(
+    r"""for\s+\w+\s+in\s+(?:\w+[.\[]['"]?)?content['"]?\]?\s*(?:-?%|\||if\b)"""
+)
+"""A template that takes the parts of a content one by one."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CONCATENATING = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _SAMPLE_SIZE = 1000
@@ -163,6 +170,20 @@ def _no_panic() -> Iterator[None]:
         raise ServingError(msg) from None
 
 
+def _for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages with the roles that a template knows, and with the contents' parts as lines if it takes no lists."""
+    renamed = {} if "developer" in template else {"developer": "system"}
+    takes_parts = _LISTS_PARTS.search(template)
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list) and not takes_parts:
+            content = "\n".join(part["text"] for part in content)
+        role = renamed.get(message["role"], message["role"])
+        found.append({**message, "role": role, "content": content})
+    return found
+
+
 class TokenTable:
     """Facts about a tokenizer's tokens: the part of `Tokenizer` for which only `decode` may run the library."""
 
@@ -237,10 +258,14 @@ class PythonTokenizer(TokenTable):
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int | None = None,
+        rendering: Rendering = RENDERING,
     ) -> list[int]:
         """See `Tokenizer`."""
-        return self.encode_rendered(self.render(messages), max_chars)
+        return self.encode_rendered(self.render(messages, rendering), max_chars)
 
     def encode_rendered(self, text: str, max_chars: int | None = None) -> list[int]:
         """The ids of a rendered template. It writes every special token, BOS included, so none is added.
@@ -258,12 +283,14 @@ class PythonTokenizer(TokenTable):
             raise PromptTooLongError(msg)
         return self._checked_encode(text, special=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = RENDERING
+    ) -> str:
         """The text of a conversation in the model's chat template.
 
         Raises:
             UnsupportedParameterError: the model has no chat template.
-            RequestError: the template refuses the messages.
+            RequestError: the template refuses the messages, or a variable is the server's own.
         """
         try:
             template = self.library.get_chat_template()
@@ -273,13 +300,14 @@ class PythonTokenizer(TokenTable):
                 "Send a prompt, or set option.chat_template."
             )
             raise UnsupportedParameterError(msg, param="messages") from error
-        # Templates older than the role know it as `system`.
-        renamed = {} if "developer" in template else {"developer": "system"}
+        self._check_variables(rendering.variables)
         try:
             text: str = self.library.apply_chat_template(
-                [{**one, "role": renamed.get(one["role"], one["role"])} for one in messages],
+                _for_template(messages, template),
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=rendering.begins_turn,
+                **({"continue_final_message": True} if rendering.continues else {}),
+                **rendering.variables,
             )
         except MemoryError:
             raise
@@ -305,6 +333,14 @@ class PythonTokenizer(TokenTable):
             raise RequestError(msg, param="messages") from error
         return text
 
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        own = {"messages", *self.library.special_tokens_map}
+        if variables:
+            own |= signature(self.library.apply_chat_template).parameters.keys()
+        for name in own.intersection(variables):
+            msg = f"chat_template_kwargs has {name!r}, which the server sets itself; leave it out"
+            raise RequestError(msg, param=f"chat_template_kwargs.{name}")
+
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
         with self._lock:
@@ -326,7 +362,7 @@ class PythonTokenizer(TokenTable):
                 f"the text cannot be tokenised ({type(error).__name__}); expected valid Unicode in symbols that the "
                 "model knows. Remove lone surrogates (\\ud800 to \\udfff) and foreign symbols."
             )
-            raise RequestError(msg) from error
+            raise RequestError(msg, PROMPT) from error
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         with self._lock:

@@ -119,8 +119,9 @@ class GeneralOptions(OptionGroup):
         Option(output="file"),
     ] = "auto"
     """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library that serves
-    the model (`nxdi` before `tnx`), else `cpu` if the machine has no Neuron device. `sim` runs no model and makes up
-    all answers, for load tests: docs/deploy.md. `optimum` and `vllm` are loaders of the old engine and mean `auto`."""
+    the model with these options (`nxdi` before `tnx`), else `cpu` if the machine has no Neuron device. `sim` runs no
+    model and makes up all answers, for load tests: docs/deploy.md. `optimum` and `vllm` are loaders of the old engine
+    and mean `auto`."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,
         Lower,
@@ -134,9 +135,9 @@ class GeneralOptions(OptionGroup):
         ),
     ] = None
     """NeuronCores that share the model. Inf2: 1, 2, 4, 8 or 24 (12 works too, although its guide does not list it);
-    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has. The
-    default is the one whose cores read least in a decode step, padding included; `check` prints it. With several models
-    or copies it is another, see `replicas`. Ignored by the cpu
+    Trn1: 1, 2, 8, 16 or 32; Trn2: 1, 2, 4, 8, 16, 32 or 64. `max` is the largest of these that the machine has
+    and the library takes for the model. The default is the one whose cores read least in a decode step, padding
+    included; `check` prints it. With several models or copies it is another, see `replicas`. Ignored by the cpu
     backend, so that a file for Inferentia can be tried on a CPU unchanged."""
     replicas: Annotated[
         Annotated[int, Field(ge=1, le=128)] | Literal["max"],

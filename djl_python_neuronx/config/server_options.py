@@ -10,6 +10,7 @@ from djl_python_neuronx.config.values import (
     LocalPath,
     Lower,
     Namespace,
+    Object,
     Option,
     OptionGroup,
     Origins,
@@ -21,7 +22,7 @@ _OPERATOR = Option(operator=True, output="local")
 
 
 class LimitOptions(OptionGroup):
-    """Limits of requests."""
+    """Limits and defaults of requests."""
 
     max_request_seconds: Annotated[Seconds | None, Option()] = None
     """Longest time from the arrival of a request to the end of its answer, which then ends with what there is (finish
@@ -31,6 +32,15 @@ class LimitOptions(OptionGroup):
     """Longest body of a request in bytes; a longer one gets 413. The default, 6 MiB, is SageMaker's own limit. DJL
     Serving also has its own limit (64 MiB). In the embedded server all bodies of more than 64 KiB that are being
     read or parsed take at most eight times as much; above that, they get 503."""
+    chat_template_kwargs: Annotated[
+        Object | None, Option(aliases=("default_chat_template_kwargs",), file=True)
+    ] = None
+    """Variables of the chat template, such as `{"enable_thinking": false}`; those of a request are added, and take
+    precedence."""
+    unknown_parameters: Annotated[Literal["error", "warn"], Lower, Option()] = "error"
+    """Unknown fields of requests: `error` answers 400, `warn` ignores them, as vLLM and TGI do, and logs each name
+    once. Fields inside `messages` are ignored in any case, known ones with an effect that this server lacks are refused
+    (docs/protocols.md)."""
     text_timeout: Annotated[Seconds, Option()] = 10.0
     """Longest time of chat template and tokenizer for a request, which then gets 400, and of one call of a function of
     `model.py`. Longer work is ended (docs/security.md)."""

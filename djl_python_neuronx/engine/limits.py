@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
-from djl_python_neuronx.errors import PromptTooLongError, RequestError, UnsupportedParameterError
+from djl_python_neuronx.errors import (
+    PROMPT,
+    PromptTooLongError,
+    RequestError,
+    UnsupportedParameterError,
+)
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import EngineRequest, GenerationRequest
 
@@ -41,7 +46,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     prompt_ids, name, longest = request.prompt_ids, request.prompt_name, longest_prompt(spec)
     if not len(prompt_ids):
         msg = f"{name} has no tokens; send at least one"
-        raise RequestError(msg)
+        raise RequestError(msg, PROMPT)
     if len(prompt_ids) > longest:
         limits, options = f"n_positions {spec.max_model_len}", "option.n_positions"
         if not spec.mixed_steps:
@@ -77,11 +82,11 @@ def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
             f"{request.prompt_name} has the token id {lowest if lowest < 0 else highest}; expected ids of the model, "
             f"from 0 to {vocab_size - 1}. If it was sent as text, the tokenizer is not this model's"
         )
-        raise RequestError(msg)
+        raise RequestError(msg, PROMPT)
     outside = [one for one in request.stop_token_ids if not 0 <= one < vocab_size]
     if outside:
         msg = f"stop_token_ids has {min(outside)}; expected ids of the model, from 0 to {vocab_size - 1}"
-        raise RequestError(msg)
+        raise RequestError(msg, "stop_token_ids")
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:

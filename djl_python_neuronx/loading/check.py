@@ -41,7 +41,7 @@ from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo
 from djl_python_neuronx.planning.plan import examine
-from djl_python_neuronx.types import Tokenizer
+from djl_python_neuronx.types import Rendering, Tokenizer
 
 TRY_S = 30.0
 """Most time that `check` gives a tokenizer to load."""
@@ -393,12 +393,14 @@ def try_texts(placement: Placement) -> None:
         ):
             most = most_characters(tokenizer.pieces or (), prepared.options.max_model_len or 0)
             _try(report.findings, lambda text: tokenizer.decode(tokenizer.encode(text)))
-            _try(report.findings, partial(_render, tokenizer, most))
+            rendering = Rendering(prepared.options.chat_template_kwargs or {})
+            _try(report.findings, partial(_render, tokenizer, most, rendering))
 
 
-def _render(tokenizer: Tokenizer, most: int | None, text: str) -> None:
+def _render(tokenizer: Tokenizer, most: int | None, rendering: Rendering, text: str) -> None:
+    messages = [{"role": "user", "content": text}]
     with suppress(UnsupportedParameterError):  # no template
-        tokenizer.encode_chat([{"role": "user", "content": text}], max_chars=most)
+        tokenizer.encode_chat(messages, max_chars=most, rendering=rendering)
 
 
 def _try(findings: Problems, call: Callable[[str], object]) -> None:

@@ -45,6 +45,7 @@ from djl_python_neuronx.planning.plan import (
     ServingPlan,
     assess,
     examine,
+    judge,
     make_plan,
     stored_findings,
 )
@@ -203,7 +204,7 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     try:
         model = find_model(settings, situation)
         if model is not None:
-            backend = _choose_backend(model, options, situation)
+            backend = _choose_backend(model, settings, situation)
     except ServingError as error:
         problems.add_error(error)
         model = None
@@ -221,15 +222,8 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
         with of_draft.problems.catch():
             draft = find_named(name, base, DRAFT, settings, of_draft, weights_needed=model.whole)
     problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))
-    case = Case(
-        settings.options,
-        model.facts,
-        choose_machine(settings, backend, situation),
-        NEURON_BACKENDS.get(backend),
-        None if draft is None else draft.facts,
-        foreign_graphs=model.artifact.backend == backend and bool(model.artifact.neuron_config),
-        among_others=situation.among_others,
-    )
+    case = _case(settings, model, backend, situation)
+    case = replace(case, draft=None if draft is None else draft.facts)
     prepared = _plan(settings, model, case, situation)
     if draft is not None and prepared.options.drafting and not problems.errors:
         prepared = _with_draft(prepared, draft, of_draft)
@@ -237,11 +231,25 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     return prepared
 
 
-def _choose_backend(model: Model, options: ServingOptions, situation: Situation) -> str:
+def _case(settings: Resolved, model: Model, backend: str, situation: Situation) -> Case:
+    return Case(
+        settings.options,
+        model.facts,
+        choose_machine(settings, backend, situation),
+        NEURON_BACKENDS.get(backend),
+        foreign_graphs=model.artifact.backend == backend and bool(model.artifact.neuron_config),
+        among_others=situation.among_others,
+    )
+
+
+def _choose_backend(model: Model, settings: Resolved, situation: Situation) -> str:
+    unheard = replace(situation, problems=Problems())
     choice = choose_backend(
-        options,
+        settings.options,
         situation.machine,
         model.facts.model_type,
+        # Without the draft model's sizes, which decide nothing between these libraries.
+        lambda backend: judge(_case(settings, model, backend, unheard), settings.origins),
         installed=libraries() if situation.is_here else None,
         artifact_backend=model.artifact.backend,
         dry_run=situation.is_dry,
@@ -257,7 +265,9 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
 
     `case`: with the options of `settings`.
     """
-    resolved, case = assess(settings, case, situation.problems)
+    is_bound = case.on_cpu or case.is_draft or model.artifact.backend is not None
+    others = () if is_bound else [one for one in NEURON_BACKENDS.values() if one != case.neuron]
+    resolved, case = assess(settings, case, situation.problems, others)
     judge_support(model.artifact, case, situation)
     judge_places(resolved, case, situation)
     weights, fits = judge_graphs(model.artifact, case, resolved.origins, situation)

@@ -54,6 +54,7 @@ from djl_python_neuronx.errors import (
     revive,
 )
 from djl_python_neuronx.telemetry import log_settings, setup_logging
+from djl_python_neuronx.types import RENDERING, Rendering
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +136,15 @@ class TokenizerProcess(TokenTable):
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int | None = None,
+        rendering: Rendering = RENDERING,
     ) -> list[int]:
         """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`."""
-        ids: list[int] = self._call(self._timeout_s, "encode_chat", messages, max_chars)
+        how = (dict(rendering.variables), *rendering[1:])
+        ids: list[int] = self._call(self._timeout_s, "encode_chat", (messages, how), max_chars)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -525,7 +531,8 @@ def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any
     elif kind == "encode":
         made = tokenizer.encode(given, special=how)
     else:
-        text = tokenizer.render(given)
+        messages, rendering = given
+        text = tokenizer.render(messages, Rendering(*rendering))
         front.send_bytes(b"[null]")
         made = tokenizer.encode_rendered(text, how)
     if len(made) > MOST_MADE:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, util
 from typing import Final, Literal
 
-from djl_python_neuronx.config.findings import is_set
-from djl_python_neuronx.config.options import ServingOptions, option
+from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import BackendUnavailableError
-from djl_python_neuronx.planning.libraries import NEURON_BACKENDS, capability_of
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.model_rules import unsupported_options
-from djl_python_neuronx.planning.rules import OPEN, library_conflicts
+from djl_python_neuronx.planning.rules import OPEN
 
 SETUP_GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/"
 _INSTALL = (
@@ -27,7 +27,6 @@ _INSTALL = (
 # neuronx-distributed-inference 0.1.0): each one's description is a line with these words and all it does is raise.
 _PLACEHOLDER_WORDS = "WRONG PACKAGE"
 
-_DRAFT, _LOOKUP = "speculative_draft_model", "ngram_prompt_lookup_max"
 _MODULES: Final = {
     "neuronx-distributed-inference": "neuronx_distributed_inference",
     "transformers-neuronx": "transformers_neuronx",
@@ -73,6 +72,7 @@ def choose_backend(
     options: ServingOptions,
     machine: DeviceInfo,
     model_type: str | None,
+    judge: Callable[[str], Sequence[Finding]],
     *,
     installed: Mapping[str, Library] | None,
     artifact_backend: str | None = None,
@@ -81,9 +81,9 @@ def choose_backend(
     """Choose the backend to load with, or, in a dry run, to plan for.
 
     The first of these: option.model_loader; the backend the artifact was compiled for; cpu on a machine without Neuron
-    devices; the first library of `NEURON_BACKENDS` that supports the model type, is installed and refuses none of the
-    options, or, if each refuses something, the first of the others. A file may have been written for one library: an
-    option that only that library has shows it.
+    devices; the first library of `NEURON_BACKENDS` that supports the model type, is installed and whose plan has no
+    error. A file may have been written for one library: of those that are equal in this, the first that lacks none of
+    the options is taken. So if each refuses something, the errors are those of the library that the file is for.
 
     Never cpu by default on a Neuron machine. A dry run does without an installed library, and plans a tensor parallel
     degree above 1 for Neuron even without a device.
@@ -92,6 +92,7 @@ def choose_backend(
         options: Need not be filled in.
         machine: Where the model is served.
         model_type: Of the model; None if unknown.
+        judge: Returns the findings of a plan with a library.
         installed: Neuron packages of that machine; None if unknown.
         artifact_backend: The only backend that can load the artifact; None if any can.
         dry_run: Whether nothing is loaded.
@@ -99,12 +100,8 @@ def choose_backend(
     Raises:
         BackendUnavailableError: nothing can serve here; the message names what is missing. Not in a dry run.
     """
-    against = {
-        name: (
-            _unknown_model(name, model_type),
-            _obstacle(name, installed),
-            _refusal(name, options, model_type),
-        )
+    missing = {
+        name: (_unknown_model(name, model_type), _obstacle(name, installed))
         for name in NEURON_BACKENDS
     }
     is_open = options.model_loader in OPEN
@@ -112,7 +109,7 @@ def choose_backend(
     if wanted := artifact_backend if is_open else options.model_loader:
         if not dry_run and (obstacle := _obstacle(wanted, installed)):
             origin = "the model's format" if is_open else "option.model_loader"
-            able = [f"{origin}={name}" for name in against if not any(against[name][:2])]
+            able = [f"{origin}={name}" for name in missing if not any(missing[name])]
             advice = f", or set {able[0]}, which is installed" if able and not is_open else ""
             message = (
                 f"the backend {wanted!r} ({origin}) cannot be used: {obstacle}. {_INSTALL}{advice}"
@@ -121,11 +118,12 @@ def choose_backend(
         return Choice(wanted, f"{takes} {wanted}: the model's files are for it alone" * is_open)
     if not machine.has_neuron and not (dry_run and _several_cores(options)):
         return Choice("cpu", f"{takes} cpu: there is no Neuron device ({machine.seen})")
+    against = {name: (*missing[name], *_refusal(name, model_type, judge(name))) for name in missing}
     chosen, *others = sorted(against, key=lambda name: [bool(words) for words in against[name]])
-    if any(against[chosen][:2]) and not dry_run:
-        listed = "; ".join(unknown or obstacle for unknown, obstacle, _ in against.values())
+    if any(missing[chosen]) and not dry_run:
+        listed = "; ".join(unknown or obstacle for unknown, obstacle in missing.values())
         message = (
-            f"this machine has a Neuron device ({machine.seen}) and no backend that can use it: {listed}. {_INSTALL}. "
+            f"no backend here can use a Neuron device ({machine.seen}): {listed}. {_INSTALL}. "
             "The CPU is never used in its place unless option.model_loader=cpu is set"
         )
         raise BackendUnavailableError(message)
@@ -170,19 +168,20 @@ def _obstacle(backend: str, installed: Mapping[str, Library] | None) -> str:
     return f"{needed} is not installed" if installed[needed].state == "missing" else ""
 
 
-def _refusal(backend: str, options: ServingOptions, model_type: str | None) -> str:
-    """Name the options that a backend refuses, as far as it is known before they are filled in; empty if none."""
-    names = [name for name in unsupported_options(options, backend) if not option(name).tunes]
-    capability = capability_of(backend, model_type)
-    if capability is not None:
-        ignored = (name for name in capability.ignored_options if not option(name).tunes)
-        names += [*ignored, *capability.unsupported_options]
-        if options.speculating and not capability.speculation:
-            names.append(_DRAFT if options.drafting else _LOOKUP)
-    for finding in library_conflicts(options, backend):
-        names += finding.names if finding.level == "error" else ()
-    refused = [name for name in dict.fromkeys(names) if is_set(options, name)]
-    return f"{backend} refuses {', '.join(refused)}" if refused else ""
+def _refusal(backend: str, model_type: str | None, findings: Sequence[Finding]) -> tuple[str, str]:
+    """Name the first error of a plan, and the options of its findings that a backend lacks; empty if there are none."""
+    neuron, refused = NEURON_BACKENDS[backend], ""
+    lacking: dict[str, None] = {}
+    for finding in findings:
+        if finding.level == "error" and not refused:
+            about = join_words(name for name in finding.names if name != "model_loader")
+            refused = (
+                f"{backend} refuses {about or 'the model'} ({finding.problem.partition(';')[0]})"
+            )
+        if finding.level != "note":
+            lacks = (name for name in finding.names if neuron.lacks(name, model_type))
+            lacking.update(dict.fromkeys(lacks))
+    return refused, f"{backend} lacks {join_words(lacking)}" if lacking else ""
 
 
 def _library(name: str, module: str) -> Library:

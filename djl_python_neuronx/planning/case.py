@@ -74,6 +74,12 @@ class NeuronBackend:
         """Return what the library supports of an architecture; None if that is unknown."""
         return self.architectures.get(model_type or "")
 
+    def lacks(self, name: str, model_type: str | None) -> bool:
+        """Return whether the library has no such option, or not for this architecture, or not in this version."""
+        capability = self.capability(model_type)
+        unsupported = capability is not None and not capability.supports(name)
+        return unsupported or name in self.missing or name in self.later
+
 
 @dataclass(frozen=True)
 class Case:
@@ -182,6 +188,17 @@ class Case:
     def indivisible(self, degree: int) -> str | None:
         """Name the condition on a degree that it breaks, see `Capability.indivisible`; None if it breaks none."""
         return None if self.capability is None else self.capability.indivisible(self.model, degree)
+
+    def takes(self, degree: int) -> bool:
+        """Return whether the library serves the model right with a degree and the other options."""
+        options = self.options.model_copy(update={"tensor_parallel_degree": degree})
+        capability = None if options.allow_known_defects else self.capability
+        defects = () if capability is None else capability.defects
+        wrong = any(
+            "tensor_parallel_degree" in defect.names and defect.applies(options, self.model)
+            for defect in defects
+        )
+        return not wrong and self.indivisible(degree) is None
 
     @property
     def host_memory(self) -> int:

@@ -169,7 +169,7 @@ def _degree(room: _Room, positions: int, *, largest: bool) -> tuple[int, str]:
     if chosen < cores:
         why += f"; {cores - chosen} of {cores} cores are left over"
         used = set(legal_degrees(family, cores, used=True)).difference(legal)
-        larger = [n for n in used if n > chosen and not case.indivisible(n)]
+        larger = [n for n in used if n > chosen and case.takes(n)]
         if larger:
             why += f"; guides use a larger degree: {max(larger)} is accepted with a note"
     return chosen, why
@@ -253,13 +253,16 @@ def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:
     return tuple(sorted({min(alone, max_len), min(max(SMALLEST_BUCKET, 2 * alone), max_len)}))
 
 
-def others(name: str, case: Case) -> Iterator[object]:
-    """Yield other values for an option that the user left out, where a rule refuses its default; the best first."""
+def others(name: str, case: Case, *, largest: bool = False) -> Iterator[object]:
+    """Yield other values for an option that the user left open, where a rule refuses its default; the best first.
+
+    `largest`: the user wants the largest degree.
+    """
     options, limit = case.options, case.options.max_model_len or 0
     match name:
         case "tensor_parallel_degree":
             degrees = legal_degrees(case.device.family, case.device.visible_cores)
-            yield from degrees if case.shares_cores else reversed(degrees)
+            yield from degrees if case.shares_cores and not largest else reversed(degrees)
         case "max_rolling_batch_size":
             yield from range(case.slots - 1, 0, -1)
             yield from (*range(case.slots + 1, _MOST_SLOTS + 1), 2 * _MOST_SLOTS, 4 * _MOST_SLOTS)

@@ -36,7 +36,7 @@ class Field:
     fix: str = "correct config.json"
     """Advice where no backend supports every value."""
     backends: tuple[str, ...] = ("cpu",)
-    """Other backends that support every value, beside the libraries whose own table has the field."""
+    """Backends without such a table that support every value."""
 
     def takes(self, value: object, model: ModelFacts) -> bool:
         """Return whether the library computes a value."""
@@ -107,8 +107,8 @@ def rope_type(value: object) -> str | None:
 
 def unusual_fields(
     fields: Mapping[str, Field], model: ModelFacts
-) -> Iterator[tuple[str, str, object, Field]]:
-    """Yield fields of a model's `config.json` that the library computes otherwise: words, name, value and treatment."""
+) -> Iterator[tuple[str, object, Field]]:
+    """Yield fields of a model's `config.json` that the library computes otherwise: words, value and treatment."""
     for name, field in fields.items():
         given = model.config.get(name)
         value = field.default if given is None else given
@@ -117,4 +117,4 @@ def unusual_fields(
             origin = f"config.json has {name}={shown}"
             if given is None:
                 origin = f"config.json has no {name}, which means {shown}"
-            yield origin, name, value, field
+            yield origin, value, field

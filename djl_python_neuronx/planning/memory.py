@@ -16,8 +16,10 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.arguments import blocks_of
 from djl_python_neuronx.planning.capabilities import round_up
 from djl_python_neuronx.planning.case import Case, NeuronBackend
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import GIB, INSTANCES, legal_degrees, named
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.rules import OPEN
 
 HEADROOM_BYTES = GIB
 """Left on every core for activations, scratch space, compiled programs and the runtime: an assumption."""
@@ -281,7 +283,7 @@ def smallest_fit(case: Case, *, below: int = 0) -> Fit | None:
         # The documented degrees, and all cores if guides use them.
         offered = {cores, *legal_degrees(family, cores)}
         for degree in sorted(offered.intersection(legal_degrees(family, cores, used=True))):
-            if degree <= least or case.indivisible(degree):
+            if degree <= least or not case.takes(degree):
                 continue
             divided = there.with_options(tensor_parallel_degree=degree)
             if _is_roomy(divided):
@@ -311,7 +313,14 @@ def savings(case: Case) -> Iterator[str]:
     )
     if steps:
         yield f"n_positions={steps * _LENGTH_STEP}"
-    quantised = case.capability is None or case.capability.supports("quantize")
+    # A file that leaves the library open may be one for any of them.
+    libraries = NEURON_BACKENDS.values() if case.options.model_loader in OPEN else [case.neuron]
+    model_type = case.model.model_type
+    quantised = any(
+        model_type in one.architectures and not one.lacks("quantize", model_type)
+        for one in libraries
+        if one is not None
+    )
     if case.effective.quantize is None and quantised and fits(quantize="static_int8"):
         yield "quantize=static_int8"
     if (case.draft_degree or case.degree) < case.degree and fits(draft_model_tp_size=case.degree):

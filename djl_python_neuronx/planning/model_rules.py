@@ -76,20 +76,6 @@ def use_backend(*backends: str, other: str = "") -> str:
     return ", or ".join(filter(None, (other, named and f"set {named}")))
 
 
-def remove_or_switch(name: str, model_type: str | None, backend: str) -> str:
-    """Advise to remove an option that the backend does not support, or to use one that supports it for the model."""
-    able = [
-        other
-        for other, neuron in NEURON_BACKENDS.items()
-        if other != backend
-        and name not in (*neuron.missing, *neuron.later)
-        and (capability := neuron.capability(model_type)) is not None
-        and capability.supports(name)
-    ]
-    more = ", and use more cores if the model then does not fit" if name == "quantize" else ""
-    return use_backend(*able, other=f"remove it{more}")
-
-
 def overrides(options: ServingOptions) -> Iterator[Finding]:
     """Yield a note with the keywords in `override_neuron_config` that have no option."""
     for name in options.override_neuron_config or {}:
@@ -298,8 +284,7 @@ def _no_equivalent(case: Case) -> Iterator[Finding]:
             problem = f"{case.library} has no equivalent; left out, which changes rounding and overflows only"
             yield Finding((name,), problem, "warning")
         elif not option(name).tunes:
-            advice = remove_or_switch(name, case.model.model_type, case.backend)
-            yield Finding((name,), f"{case.library} has no equivalent; {advice}")
+            yield Finding((name,), f"{case.library} has no equivalent; remove it")
 
 
 def _unknown_architecture(case: Case, neuron: NeuronBackend) -> Finding:
@@ -343,8 +328,10 @@ def _architecture(case: Case, capability: Capability) -> Iterator[Finding]:
     for name, reason in capability.unsupported_options.items():
         # attention_layout has a harmless value too: the library's own.
         if is_set(options, name) and getattr(options, name) != "HSB":
-            advice = remove_or_switch(name, model_type, case.backend)
-            yield Finding((name,), f"{reason}; {advice}")
+            more = (
+                ", and use more cores if the model then does not fit" if name == "quantize" else ""
+            )
+            yield Finding((name,), f"{reason}; remove it{more}")
 
 
 def _batching(case: Case, capability: Capability) -> Iterator[Finding]:
@@ -419,24 +406,14 @@ def _defects(case: Case, capability: Capability) -> Iterator[Finding]:
     for defect in capability.defects:
         if defect.applies(case.options, case.model):
             yield _defect(case, defect)
-    for has, name, value, field in unusual_fields(capability.fields, case.model):
+    for has, value, field in unusual_fields(capability.fields, case.model):
         problem = f"{has}, and {case.library} {field.does}"
         if value in field.near:
             yield Finding(("model_loader",), f"{problem}, which differs by up to 0.0005", "warning")
         else:
             fix = "" if field.backends else field.fix
-            able = (*_computed_by(case, name, value), *field.backends)
-            yield _defect(case, Defect(problem, fix=fix, backends=able, stops=field.stops))
-
-
-def _computed_by(case: Case, name: str, value: object) -> Iterator[str]:
-    """Yield the other backends whose library computes a field of the model's `config.json` as transformers does."""
-    for other in NEURON_BACKENDS:
-        capability = capability_of(other, case.model.model_type)
-        if other != case.backend and capability is not None and capability.fields:
-            field = capability.fields.get(name)
-            if field is None or field.takes(value, case.model):
-                yield other
+            backends = field.backends
+            yield _defect(case, Defect(problem, fix=fix, backends=backends, stops=field.stops))
 
 
 def _defect(case: Case, defect: Defect) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from djl_python_neuronx.config.findings import Finding
@@ -22,7 +22,7 @@ def findings(case: Case) -> Iterator[Finding]:
     """Yield the findings about the NeuronCores of a case whose options are filled in."""
     if case.neuron is None or not isinstance(case.options.tensor_parallel_degree, int):
         return
-    yield from _degree(_DEGREE, case.degree, case.device)
+    yield from _degree(_DEGREE, case.degree, case.device, case.takes)
     if case.draft_degree is not None:
         yield from _degree(_DRAFT_DEGREE, case.draft_degree, case.device)
     yield from _cores(case)
@@ -43,7 +43,10 @@ def fits(case: Case) -> bool | None:
     return None if memory is None else memory.fits
 
 
-def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
+def _degree(
+    name: str, degree: int, device: DeviceInfo, takes: Callable[[int], bool] = bool
+) -> Iterator[Finding]:
+    """`takes`: whether the library takes a degree that the runtime does; all by default."""
     machines = device.machines(degree)
     if machines > 1 and degree != machines * (device.local_degree or 0):
         problem = (
@@ -64,7 +67,9 @@ def _degree(name: str, degree: int, device: DeviceInfo) -> Iterator[Finding]:
         problem = f"the Neuron runtime documents {join_words(documented)} on {where}; {degree} is used in practice"
         yield Finding((name,), problem, "note")
     else:
-        problem = f"the Neuron runtime takes {join_words(used)} on {where}; leave it out, or set one of them"
+        able = [each for each in used if takes(each) and each <= (device.visible_cores or each)]
+        problem = f"the Neuron runtime does not take it on {where}; leave it out, or set "
+        problem += join_words(able, "or")
         yield Finding((name,), problem)
 
 
@@ -102,7 +107,7 @@ def _cores(case: Case) -> Iterator[Finding]:
 def _indivisible(case: Case, wanted: str) -> Finding:
     cores = case.device.visible_cores or max(case.degree, 1)
     degrees = legal_degrees(case.device.family, cores)
-    dividing = [degree for degree in degrees if not case.indivisible(degree)]
+    dividing = [degree for degree in degrees if case.takes(degree)]
     problem = (
         f"the degree must be {wanted}, for {case.library} to split a {case.model.model_type} model; set "
         f"{join_words(dividing, 'or')}"
@@ -134,7 +139,7 @@ def _padding(case: Case, neuron: NeuronBackend) -> Iterator[Finding]:
     smaller = {
         lower: less
         for lower in legal_degrees(case.device.family, degree - 1)
-        if not case.indivisible(lower)
+        if case.takes(lower)
         and (less := core_memory(case.with_options(tensor_parallel_degree=lower))) is not None
     }
     better = [lower for lower, less in smaller.items() if less.needed <= memory.needed]

@@ -7,7 +7,7 @@ loaded.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from djl_python_neuronx.errors import InvalidOptionError
 from djl_python_neuronx.planning import defaults, memory, model_rules, placement
 from djl_python_neuronx.planning.arguments import LibraryArguments, PlannedGraph
 from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
-from djl_python_neuronx.planning.case import Case, Filled
+from djl_python_neuronx.planning.case import Case, Filled, NeuronBackend
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.memory import CoreMemory
 from djl_python_neuronx.planning.model import ModelFacts
@@ -42,6 +42,7 @@ _FLAGS = "NEURON_CC_FLAGS"
 _PLACE = "--cache_dir"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _DEFAULT = "default"
+_DEGREE = "tensor_parallel_degree"
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,52 @@ def examine(
     return resolved
 
 
-def assess(resolved: Resolved, case: Case, problems: Problems) -> tuple[Resolved, Case]:
+def judge(case: Case, origins: Mapping[str, str]) -> Sequence[Finding]:
+    """Return the findings about a case whose options are not filled in. `origins`: of those that are set."""
+    return [*model_rules.findings(_fill(case, origins).case)]
+
+
+def assess(
+    resolved: Resolved, case: Case, problems: Problems, others: Iterable[NeuronBackend] = ()
+) -> tuple[Resolved, Case]:
     """Fill in every option that follows from the model and the machine, and judge the result.
 
-    `case.options` are those of `resolved`, before they are filled in.
+    `case.options` are those of `resolved`, before they are filled in. `others`: backends that an error may advise.
     """
-    case, filled, chosen, _ = _fill(case, resolved.origins)
+    unfilled, given = case, resolved.origins
+    case, filled, chosen, _ = _fill(unfilled, given)
     origins = {
-        **resolved.origins,
-        **{
-            name: f"{resolved.origins.get(name, _DEFAULT)}: {why}"
-            for name, (_, why) in filled.items()
-        },
+        **given,
+        **{name: f"{given.get(name, _DEFAULT)}: {why}" for name, (_, why) in filled.items()},
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = compile_minutes(graphs(case), case.model, case.draft)
-    found = model_rules.findings(case, estimated_load_s=60 * minutes or None)
-    resolved.report([*found, *_few_slots(chosen)], problems)
+    found = [*model_rules.findings(case, estimated_load_s=60 * minutes or None)]
+    if _wrong(found):
+        for other in others:
+            found = _with_advice(found, other, judge(replace(unfilled, neuron=other), given))
+    resolved.report([*found, *_few_slots(chosen), *_small_degree(unfilled, chosen)], problems)
     return resolved, case
+
+
+def _with_advice(
+    found: Sequence[Finding], other: NeuronBackend, elsewhere: Sequence[Finding]
+) -> list[Finding]:
+    """Name another backend in each error that it would not make, if it makes no further ones (`elsewhere`)."""
+    left, switch = _wrong(elsewhere), f"model_loader={other.name}"
+    if not left.keys() < _wrong(found).keys():
+        return [*found]
+    return [
+        finding
+        if finding.level != "error" or finding.names in left or switch in finding.problem
+        else replace(finding, problem=f"{finding.problem}, or set {switch}")
+        for finding in found
+    ]
+
+
+def _wrong(found: Iterable[Finding]) -> dict[tuple[str, ...], None]:
+    """Return the options of each error."""
+    return dict.fromkeys(finding.names for finding in found if finding.level == "error")
 
 
 def _few_slots(chosen: Filled) -> Iterator[Finding]:
@@ -110,6 +139,15 @@ def _few_slots(chosen: Filled) -> Iterator[Finding]:
             f"option.max_rolling_batch_size={slots} to accept it"
         )
         yield Finding(("max_rolling_batch_size",), problem, "warning")
+
+
+def _small_degree(unfilled: Case, chosen: Filled) -> Iterator[Finding]:
+    """Note the reason that a larger degree, the usual default, is not taken."""
+    if _DEGREE in chosen:
+        usual = _with_defaults(unfilled, {}).case
+        for finding in model_rules.findings(usual):
+            if finding.level == "error" and _DEGREE in finding.names:
+                yield Finding((_DEGREE,), f"not {usual.degree}: {finding.problem}", "note")
 
 
 class _Filled(NamedTuple):
@@ -143,9 +181,11 @@ def _attempts(case: Case, best: _Filled, origins: Mapping[str, str]) -> Iterator
     """Yield values for unset options that an error names, with those that were chosen before."""
     for names in best.wrong:
         for name in names:
-            if name not in origins and (name in best.filled or not is_set(case.options, name)):
+            largest = getattr(case.options, name) == "max"
+            is_open = largest or name not in origins
+            if is_open and (name in best.filled or not is_set(case.options, name)):
                 others = join_words(one for one in names if one not in {name, *best.filled})
-                for value in defaults.others(name, best.case):
+                for value in defaults.others(name, best.case, largest=largest):
                     yield {**best.chosen, name: (value, others or "the model")}
 
 
@@ -156,8 +196,7 @@ def _with_defaults(case: Case, chosen: Filled) -> _Filled:
     values = {name: value for name, (value, _) in filled.items()}
     case = replace(case.with_options(**values), filled=(*filled,))
     found = (*conflicts(case.options), *model_rules.findings(case))
-    wrong = dict.fromkeys(finding.names for finding in found if finding.level == "error")
-    return _Filled(case, filled, chosen, wrong)
+    return _Filled(case, filled, chosen, _wrong(found))
 
 
 def make_plan(case: Case) -> ServingPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.protocol.openai_chat import ChatProtocol
 from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
+from djl_python_neuronx.protocol.parameters import shown_name
 from djl_python_neuronx.protocol.plain import PlainProtocol
 from djl_python_neuronx.protocol.tgi import TgiProtocol
 from djl_python_neuronx.protocol.tokenize import TokenizeProtocol
@@ -60,7 +60,7 @@ def detect(payload: Mapping[str, Any], context: ParseContext) -> WireProtocol:
     for protocol in possible:
         if protocol.detect(payload, context):
             return protocol
-    found = ", ".join(reprlib.repr(key) for key in list(payload)[:8]) or "an empty object"
+    found = ", ".join(map(shown_name, list(payload)[:8])) or "an empty object"
     msg = f"the body matches no known protocol: it has {found}; expected {_shapes(possible)}"
     raise RequestError(msg)
 
@@ -104,46 +104,76 @@ def parse_body(
         FormatterError: the input formatter failed.
     """
     if not body:
-        msg = f"the body is empty; expected {_shapes(_possible(context))}"
+        msg = f"the body is empty{_wrong_type(context.headers)}; expected {_shapes(_possible(context))}"
         raise RequestError(msg)
     context.check_size(body)
 
     def decoded(*_: object) -> dict[str, Any]:
-        return decode(body, context.headers) if payload is None else payload
+        if payload is not None:
+            return payload
+        return decode(body, context.headers, context.path)
 
     if custom is not None and context.path not in TokenizeProtocol.paths:
         return custom.parse(body, context, decoded, _parse)
     return _parse(decoded(), context)
 
 
-def decode(body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-    """The object in a JSON body, or that of a prompt of type text/plain.
+def decode(body: bytes, headers: Mapping[str, str], path: str = "") -> dict[str, Any]:
+    """The object in a JSON body, or that of a prompt of type text/plain, which on a protocol's own routes is JSON too.
 
     Raises:
         RequestError: the body is neither.
     """
-    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type == "text/plain":
+    if _content_type(headers) == "text/plain" and not any(path in one.paths for one in PROTOCOLS):
+        if _is_request(body):
+            msg = (
+                "the body is a request in JSON, but its Content-Type is text/plain, by which it would be the prompt; "
+                "send it as application/json"
+            )
+            raise RequestError(msg)
         return {"inputs": _decode_text(body)}
     _check_structure(body)
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         msg = f"the body is not valid JSON (UTF-8, no gzip): {error.msg} at line {error.lineno} column {error.colno}"
-        if content_type not in {"", "application/json"}:
-            msg += f"; its Content-Type is {reprlib.repr(content_type)}, expected application/json or text/plain"
-        raise RequestError(msg) from error
+        raise RequestError(msg + _wrong_type(headers)) from error
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"
         raise RequestError(msg)
     return payload
 
 
+def _content_type(headers: Mapping[str, str]) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _wrong_type(headers: Mapping[str, str]) -> str:
+    """The part of an error about a body that is none: its type may be the reason, as DJL Serving parses forms."""
+    found = _content_type(headers)
+    if found in {"", "application/json"}:
+        return ""
+    return f"; its Content-Type is {shown_name(found)}, expected application/json or text/plain"
+
+
+def _is_request(body: bytes) -> bool:
+    """True if a text is an object with a protocol's key."""
+    if not body.lstrip().startswith(b"{"):
+        return False
+    try:
+        _check_structure(body)
+        payload = orjson.loads(body)
+    except (RequestError, orjson.JSONDecodeError):
+        return False
+    return any(one.key in payload for one in PROTOCOLS)
+
+
 def _parse(payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
     protocol = detect(payload, context)
     try:
-        names = context.options.model_names
-        check_model(named_model(payload, names), names)
+        if protocol.names_model:
+            names = context.options.model_names
+            check_model(named_model(payload, names), names)
         return protocol.parse(payload, context)
     except ServingError as error:
         error.protocol = protocol.name

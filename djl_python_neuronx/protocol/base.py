@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import orjson
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -21,6 +22,7 @@ from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import Generation
 from djl_python_neuronx.errors import (
+    PROMPT,
     BodyTooLargeError,
     PromptTooLongError,
     QueueFullError,
@@ -29,14 +31,16 @@ from djl_python_neuronx.errors import (
     UnknownModelError,
     json_type,
 )
-from djl_python_neuronx.types import GenerationRequest, Tokenizer
+from djl_python_neuronx.types import RENDERING, GenerationRequest, Rendering, Tokenizer
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
 UNNAMED = frozenset({"dummy", "tgi"})
-"""Model names that huggingface_hub's client sends when its user gave a URL: it has no other way to leave it out."""
+"""Model names that huggingface_hub's client sends when its user gave a URL: it has no other way to leave it out. The
+one in JavaScript sends the URL."""
+_URLS = ("http://", "https://")
 ESCAPE_BYTES = 6
 """Most bytes of JSON for a byte of text: an escape such as \\u0041."""
 BESIDE_PROMPT_BYTES = 2**20
@@ -58,6 +62,11 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 def client_label(sent: str | None) -> str:
     """The client's own id of a request; empty if it has sent none that can be used."""
     return sent if sent and _CLIENT_ID.fullmatch(sent) else ""
+
+
+def new_id() -> str:
+    """An id of a request."""
+    return f"r{next(_REQUEST_IDS)}"
 
 
 class Formatter(Protocol):
@@ -105,7 +114,7 @@ class ParseContext:
     """Inputs of a parser besides the payload."""
 
     tokenizer: Tokenizer
-    request_id: str = field(default_factory=lambda: f"r{next(_REQUEST_IDS)}")
+    request_id: str = field(default_factory=new_id)
     arrived_s: float = field(default_factory=time.monotonic)
     client_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -162,26 +171,37 @@ class ParseContext:
                 msg = (
                     f"{name} is a list with other values than integers; expected text or token ids"
                 )
-                raise RequestError(msg)
+                raise RequestError(msg, PROMPT)
             # Here because they may be decoded: with `echo`, and to detokenise them.
             outside = [one for one in text if not 0 <= one < self.vocab_size]
             if outside:
                 last = self.vocab_size - 1
                 msg = f"{name} has the token id {outside[0]}; expected ids of the model, from 0 to {last}"
-                raise RequestError(msg)
+                raise RequestError(msg, PROMPT)
             return text
         self._check_length(len(text), name)
         return self.tokenizer.encode(text, special=special)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of a conversation in the model's chat template; each message has a `content`.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = RENDERING
+    ) -> list[int]:
+        """The token ids of a conversation in the model's chat template; see `Tokenizer.encode_chat`.
 
         Raises:
             PromptTooLongError: the contents are longer than any prompt that fits.
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it refuses the messages or a variable.
         """
-        self._check_length(sum(len(one["content"]) for one in messages), "the conversation")
-        return self.tokenizer.encode_chat(messages, max_chars=self.max_prompt_chars)
+        contents = [one["content"] for one in messages]
+        texts = [part["text"] for parts in contents if isinstance(parts, list) for part in parts]
+        texts += [content for content in contents if isinstance(content, str)]
+        self._check_length(sum(map(len, texts)), "the conversation")
+        variables = {**(self.options.chat_template_kwargs or {}), **rendering.variables}
+        self._check_length(len(orjson.dumps(variables)), "chat_template_kwargs")
+        return self.tokenizer.encode_chat(
+            messages,
+            max_chars=self.max_prompt_chars,
+            rendering=rendering._replace(variables=variables),
+        )
 
     def _check_length(self, num_chars: int, name: str) -> None:
         if self.max_prompt_chars is not None and num_chars > self.max_prompt_chars:
@@ -198,6 +218,7 @@ class ParseContext:
         *,
         count: int = 1,
         truncate: int | None = None,
+        count_name: str = "n",
     ) -> list[GenerationRequest]:
         """`count` requests for each prompt, text or token ids, otherwise as `common`; the first one has its id.
 
@@ -213,10 +234,10 @@ class ParseContext:
         number = len(prompts) * count
         if number > MAX_SEQUENCES:
             msg = (
-                f"{len(prompts)} prompts with {count} answers each are {number} sequences; "
+                f"the request has {number} sequences (prompts: {len(prompts)}, answers of each: {count}); "
                 f"expected at most {MAX_SEQUENCES}"
             )
-            raise RequestError(msg)
+            raise RequestError(msg, count_name if count > 1 else PROMPT)
         listed = number * (1 + common.top_logprobs)
         if common.top_logprobs and listed > MAX_LISTED:
             msg = (
@@ -246,7 +267,7 @@ class ParseContext:
 
 
 def named_model(payload: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The name of the model in a payload. None if it has none, or one of `UNNAMED` that is not of `names`.
+    """The name of the model in a payload. None if it has none, or a URL or one of `UNNAMED` that is not of `names`.
 
     Raises:
         RequestError: it is no string.
@@ -255,7 +276,8 @@ def named_model(payload: Mapping[str, Any], names: Sequence[str]) -> str | None:
     if not isinstance(name, (str, type(None))):
         msg = f"model is {json_type(name)}; expected a string, the name of a model"
         raise RequestError(msg, param="model")
-    return None if name in UNNAMED and name not in names else name
+    is_url = name is not None and name.startswith(_URLS)
+    return None if (name in UNNAMED or is_url) and name not in names else name
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
@@ -295,6 +317,8 @@ class WireProtocol(Protocol):
     """Routes of its own in the embedded server. Only protocols with the path of a request can parse its payload."""
     anywhere: bool = True
     """True if it can parse payloads on routes that no protocol has, and under DJL Serving."""
+    names_model: bool = True
+    """False if the name of a model in a payload means nothing where one model is served."""
 
     requests: Mapping[str, Any]
     """Types of a body by media type, for the OpenAPI document: models, or TypedDicts of typing_extensions."""

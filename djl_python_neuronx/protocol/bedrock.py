@@ -60,7 +60,7 @@ class BedrockProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
-        body = validated(BedrockRequest, payload)
+        body = validated(BedrockRequest, payload, context.options)
         given = Parameters.of(
             body,
             # With device-only sampling, defaults must not cause a 400.

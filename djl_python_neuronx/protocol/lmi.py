@@ -79,7 +79,7 @@ class LmiProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
-        inputs, given = fields(payload, refused=("adapters", "cached_prompt"))
+        inputs, given = fields(payload, context.options, refused=("adapters", "cached_prompt"))
         if _ADAPTER in context.headers:
             msg = f"adapters are not supported in this version; leave out the header {_ADAPTER}"
             raise UnsupportedParameterError(msg)

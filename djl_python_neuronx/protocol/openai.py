@@ -9,13 +9,16 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import orjson
+from pydantic import BeforeValidator
 from typing_extensions import TypedDict
 
+from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.engine.detokenizer import Token
-from djl_python_neuronx.errors import RequestError, ServingError
+from djl_python_neuronx.errors import PROMPT, RequestError, ServingError
 from djl_python_neuronx.protocol.answers import (
     Answer,
     AnswerFormatter,
@@ -25,7 +28,6 @@ from djl_python_neuronx.protocol.answers import (
     TextEvent,
 )
 from djl_python_neuronx.protocol.base import (
-    UNNAMED,
     ParseContext,
     ParsedRequest,
     WireProtocol,
@@ -35,7 +37,6 @@ from djl_python_neuronx.protocol.parameters import (
     Flag,
     GenerationParameters,
     MaybeCount,
-    Only,
     RequestModel,
     sampling_params,
 )
@@ -71,6 +72,8 @@ class AnswerFields(TypedDict):
     id: str
     created: int
     model: str
+    system_fingerprint: str
+    """The version of the server, and the revision of the model if one is set."""
 
 
 class OpenAiErrorFields(TypedDict):
@@ -95,6 +98,8 @@ class ModelEntry(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int
+    """vLLM's: tokens of prompt and output together."""
 
 
 class ModelList(TypedDict):
@@ -108,8 +113,15 @@ class StreamOptions(RequestModel):
     """See OpenAI's reference."""
 
     include_usage: Flag = False
-    include_obfuscation: Annotated[Any, Only(neutral=False)] = None
-    continuous_usage_stats: Annotated[Any, Only(neutral=False)] = None
+    continuous_usage_stats: Flag = False
+    """With `include_usage` every part has the usage so far of its choice, as in vLLM."""
+    include_obfuscation: Any = None
+    """Without effect: answers are not padded."""
+
+
+def _unless_all(count: object) -> object:
+    """A count; -1, vLLM's word for all that fit, is none: a prompt that does not fit is an error here."""
+    return None if count == -1 else count
 
 
 class OpenAiParameters(GenerationParameters):
@@ -120,16 +132,18 @@ class OpenAiParameters(GenerationParameters):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     max_tokens: MaybeCount = None
-    truncate_prompt_tokens: MaybeCount = None
-    user: Any = None
-    """Without effect, as any field of this type."""
-    logit_bias: Annotated[Any, Only({})] = None
-    extra_body: Annotated[Any, Only({})] = None
+    truncate_prompt_tokens: Annotated[MaybeCount, BeforeValidator(_unless_all)] = None
 
 
-def model_entry(name: str, created: int) -> ModelEntry:
+def model_entry(name: str, created: int, max_model_len: int) -> ModelEntry:
     """A model of the list; `created` is the time of its load."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "djl-neuronx"}
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "djl-neuronx",
+        "max_model_len": max_model_len,
+    }
 
 
 def answer_error(error: ServingError) -> tuple[int, OpenAiErrorBody]:
@@ -139,7 +153,7 @@ def answer_error(error: ServingError) -> tuple[int, OpenAiErrorBody]:
         "error": {
             "message": str(error),
             "type": "invalid_request_error" if status < 500 else "server_error",
-            "param": getattr(error, "param", None),
+            "param": None if (param := getattr(error, "param", None)) == PROMPT else param,
             "code": _CODES.get(error.code, error.code),
         }
     }
@@ -148,6 +162,11 @@ def answer_error(error: ServingError) -> tuple[int, OpenAiErrorBody]:
 def finite(logprob: float | None) -> float:
     """A log-probability that JSON has."""
     return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+@cache
+def _fingerprint(revision: str | None) -> str:
+    return "-".join(filter(None, (package_version(), revision)))
 
 
 class OpenAiShape(Shape):
@@ -176,10 +195,13 @@ class OpenAiShape(Shape):
             "object": self.chunk_kind if given.stream else self.kind,
             "created": int(time.time()),
             "model": given.model or context.options.model_names[0],
+            "system_fingerprint": _fingerprint(context.options.revision),
             "choices": [],
         }
-        if given.stream_options is not None and given.stream_options.include_usage:
+        wanted = given.stream_options or StreamOptions()
+        if wanted.include_usage:
             self._body["usage"] = None
+        self._counts_on = wanted.include_usage and wanted.continuous_usage_stats
         self._requests, self._ended = requests, list[Answer]()
         self._done = [orjson.Fragment(b"[DONE]")] if stream == "sse" else []
 
@@ -228,7 +250,10 @@ class OpenAiShape(Shape):
             reason = _FINISH_REASONS.get(event.finish_reason)
         choice = self.part(event, answer.index, logprobs, reason)
         if choice is not None:
-            parts.append({**self._body, "choices": [choice]})
+            part = {**self._body, "choices": [choice]}
+            if self._counts_on:
+                part["usage"] = _usage(len(answer.request.prompt_ids), answer.num_tokens)
+            parts.append(part)
         if isinstance(event, EndEvent):
             self._end(answer, event.error, parts)
 
@@ -248,12 +273,15 @@ class OpenAiShape(Shape):
 
     def _usage(self, answers: Sequence[Answer]) -> Usage:
         num_prompt_tokens = sum(len(one.prompt_ids) for one in self._requests[:: self._count])
-        num_tokens = sum(one.num_tokens for one in answers)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-        }
+        return _usage(num_prompt_tokens, sum(one.num_tokens for one in answers))
+
+
+def _usage(num_prompt_tokens: int, num_tokens: int) -> Usage:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }
 
 
 class OpenAiProtocol(WireProtocol):
@@ -262,7 +290,12 @@ class OpenAiProtocol(WireProtocol):
     error = OpenAiErrorBody
     shape: type[OpenAiShape]
 
-    answer_error = staticmethod(answer_error)
+    def answer_error(self, error: ServingError) -> tuple[int, OpenAiErrorBody]:
+        """See `WireProtocol`."""
+        status, body = answer_error(error)
+        if getattr(error, "param", None) == PROMPT:
+            body["error"]["param"] = self.key
+        return status, body
 
     def common_request(
         self,
@@ -275,7 +308,7 @@ class OpenAiProtocol(WireProtocol):
         Raises:
             RequestError: a value is not allowed.
         """
-        if given.model in UNNAMED:
+        if given.model not in context.options.model_names:
             given.model = None
         if given.stream_options is not None and not given.stream:
             msg = "stream_options needs stream=true; set it, or leave stream_options out"
@@ -310,7 +343,11 @@ class OpenAiProtocol(WireProtocol):
             RequestError: a prompt is not allowed.
         """
         requests = context.requests(
-            common, prompts, count=count, truncate=given.truncate_prompt_tokens
+            common,
+            prompts,
+            count=count,
+            truncate=given.truncate_prompt_tokens,
+            count_name="n" if count == given.n else "best_of",
         )
         stream = _stream(context) if given.stream else None
         shape = self.shape(

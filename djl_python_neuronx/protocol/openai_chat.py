@@ -26,27 +26,34 @@ from djl_python_neuronx.protocol.openai import (
 )
 from djl_python_neuronx.protocol.parameters import (
     EXPECTED,
+    Absent,
     Flag,
+    LenientModel,
     MaybeCount,
-    Only,
     RequestModel,
     validated,
 )
+from djl_python_neuronx.types import Rendering
 
 MAX_MESSAGES = 8192
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
-def _text(content: object) -> object:
-    """The text of a content; parts of type text are lines."""
+def _content(content: object) -> object:
+    """A content; of parts that are text what templates expect of them."""
     if not isinstance(content, list):
+        if not isinstance(content, (str, type(None))):
+            raise PydanticCustomError(EXPECTED, "a string or a list of parts")
         return content
+    parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else json_type(part)
-        if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            expected = "parts of type text with a text and nothing else; part {i} is {kind}"
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            expected = "parts of type text or refusal, with that as a string; part {i} is {kind}"
             raise PydanticCustomError(EXPECTED, expected, {"i": i, "kind": reprlib.repr(kind)})
-    return "\n".join(part["text"] for part in content)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _object(text: object) -> object:
@@ -60,7 +67,7 @@ def _object(text: object) -> object:
     return found
 
 
-class Function(RequestModel):
+class Function(LenientModel):
     """A call in the history."""
 
     name: str
@@ -69,30 +76,34 @@ class Function(RequestModel):
     ]
 
 
-class ToolCall(RequestModel):
+class ToolCall(LenientModel):
     """A call in the history, with the id that its answer names."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
-class Message(RequestModel):
+class Message(LenientModel):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
-        str | None,
-        BeforeValidator(_text),
-        WithJsonSchema({"type": ["string", "array", "null"]}),
+        Any, BeforeValidator(_content), WithJsonSchema({"type": ["string", "array", "null"]})
     ] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: Annotated[Any, Only(None)] = None
-    annotations: Annotated[Any, Only([])] = None
-    audio: Annotated[Any, Only(None)] = None
-    function_call: Annotated[Any, Only(None)] = None
+    refusal: str | None = None
+    """In place of the content."""
+    reasoning_content: Any = None
+    reasoning: Any = None
+    """vLLM's and OpenRouter's name of `reasoning_content`."""
+    images: Absent = None
+    audio: Absent = None
+    videos: Absent = None
+    files: Absent = None
+    function_call: Absent = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -102,10 +113,43 @@ class Message(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: with a content, without fields that are not set."""
-        return {"content": "", **self.model_dump(include=_FOR_TEMPLATE, exclude_none=True)}
+        found = self.model_dump(include=_FOR_TEMPLATE, exclude_none=True)
+        found["content"] = self.content or self.refusal or ""
+        thought = self.reasoning_content or self.reasoning
+        if isinstance(thought, str):
+            found |= {"reasoning_content": thought, "reasoning": thought}
+        return found
 
 
-class ChatParameters(OpenAiParameters):
+class Conversation(RequestModel):
+    """Parameters of the chat template."""
+
+    add_generation_prompt: bool | None = None
+    """By default true without `continue_final_message`."""
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    def encode(self, messages: Sequence[Message], context: ParseContext) -> list[int]:
+        """The token ids of a conversation.
+
+        Raises:
+            RequestError: see `ParseContext.encode_chat`; or there is no text to go on with.
+        """
+        last, continues = messages[-1], self.continue_final_message
+        if continues:
+            text = last.content[-1]["text"] if isinstance(last.content, list) else last.content
+            if last.role != "assistant" or last.tool_calls or not (text or "").strip():
+                msg = "continue_final_message needs a last message of the assistant that ends with text"
+                raise RequestError(msg, param="continue_final_message")
+        begins = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        if begins and continues:
+            msg = "add_generation_prompt begins another message than continue_final_message goes on with; leave out one"
+            raise RequestError(msg, param="add_generation_prompt")
+        rendering = Rendering(self.chat_template_kwargs, begins, continues)
+        return context.encode_chat([one.for_template() for one in messages], rendering)
+
+
+class ChatParameters(Conversation, OpenAiParameters):
     """A request."""
 
     messages: Annotated[
@@ -119,28 +163,8 @@ class ChatParameters(OpenAiParameters):
     max_completion_tokens: MaybeCount = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")] = 0
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    parallel_tool_calls: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    tools: Annotated[Any, Only([])] = None
-    tool_choice: Annotated[Any, Only("none")] = None
-    functions: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only("none")] = None
-    response_format: Annotated[Any, Only({"type": "text"})] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-    audio: Annotated[Any, Only(None)] = None
-    prediction: Annotated[Any, Only(None)] = None
-    reasoning_effort: Annotated[Any, Only(None)] = None
-    verbosity: Annotated[Any, Only(None)] = None
-    web_search_options: Annotated[Any, Only(None)] = None
-    moderation: Annotated[Any, Only(None)] = None
-    add_generation_prompt: Annotated[Any, Only(neutral=True)] = None
-    continue_final_message: Annotated[Any, Only(neutral=False)] = None
+    add_special_tokens: Absent = None
+    """The template writes them."""
 
 
 class TopLogprob(TypedDict):
@@ -273,7 +297,7 @@ class ChatProtocol(OpenAiProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
-        given = validated(ChatParameters, payload)
+        given = validated(ChatParameters, payload, context.options)
         if given.top_logprobs and not given.logprobs:
             msg = "top_logprobs needs logprobs=true; set it, or leave top_logprobs out"
             raise RequestError(msg, param="top_logprobs")
@@ -287,7 +311,7 @@ class ChatProtocol(OpenAiProtocol):
             top_logprobs=given.top_logprobs,
             prompt_name="the conversation",
         )
-        prompt_ids = context.encode_chat([message.for_template() for message in given.messages])
+        prompt_ids = given.encode(given.messages, context)
         return self.parsed(
             common, [prompt_ids], given, context, count=given.n, with_logprobs=given.logprobs
         )

@@ -26,7 +26,7 @@ from djl_python_neuronx.protocol.openai import (
     Usage,
     finite,
 )
-from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, Only, validated
+from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, validated
 
 DEFAULT_MAX_TOKENS = 16
 _TEXT = {"type": "string"}
@@ -46,7 +46,6 @@ class CompletionParameters(OpenAiParameters):
     best_of: MaybeCount = None
     echo: Flag = False
     logprobs: Annotated[int | None, Field(ge=0, le=5, description="an integer from 0 to 5")] = None
-    suffix: Annotated[Any, Only("")] = None
 
 
 class CompletionLogprobs(TypedDict):
@@ -159,7 +158,13 @@ class CompletionProtocol(OpenAiProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
-        given = validated(CompletionParameters, payload)
+        if payload.get("max_gen_len") is not None:
+            msg = (
+                "max_gen_len is a parameter of Bedrock's format; send max_tokens, or deploy with "
+                "option.bedrock_compat=true and use /invocations"
+            )
+            raise UnsupportedParameterError(msg, param="max_gen_len")
+        given = validated(CompletionParameters, payload, context.options)
         prompts = _prompts(given.prompt)
         count = given.best_of or given.n
         _check(given, count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import Annotated, Any, TypeVar, Union, cast
@@ -19,11 +18,13 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import (
     RequestError,
     UnsupportedParameterError,
@@ -31,6 +32,7 @@ from djl_python_neuronx.errors import (
     json_type,
 )
 from djl_python_neuronx.protocol.base import ParseContext
+from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT, has_no_effect
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 
@@ -41,34 +43,18 @@ MAX_STOP_STRING_LEN = 1000
 """Every stop string is searched for in every token of its request."""
 MAX_STOP_TOKEN_IDS = 64
 MOST_SHOWN = 100
-"""Characters of an unknown name that errors show."""
+"""Characters of an unknown name that errors and logs show."""
+MAX_IGNORED_LOGGED = 100
+"""Unknown names that the log has: clients can make any number of them."""
 
 EXPECTED = "expected"
 """Type of a validator's error whose text is what was expected."""
 
 
-@dataclass(frozen=True, eq=False)  # equal ones would be the same `Annotated`, and 1 equals true
-class Only:
-    """Marks a parameter that is not supported: `neutral`, the value without effect, is accepted, and null."""
-
-    neutral: object
-
-    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
-        """See pydantic."""
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(
-        self, _schema: core_schema.CoreSchema, _handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """See pydantic."""
-        return {"enum": [self.neutral]}
-
-    def _check(self, value: object) -> object:
-        same_type = isinstance(value, bool) == isinstance(self.neutral, bool)
-        if value != self.neutral or not same_type:
-            kind = "unsupported"
-            raise PydanticCustomError(kind, kind)
-        return value
+def _refuse(value: object) -> None:
+    if value:
+        kind = "unsupported"
+        raise PydanticCustomError(kind, kind)
 
 
 def _as_list(value: object) -> object:
@@ -112,6 +98,8 @@ TokenIds = Annotated[
         description=f"a token id (0 or more) or a list of at most {MAX_STOP_TOKEN_IDS} of them",
     ),
 ]
+Absent = Annotated[Any, BeforeValidator(_refuse), WithJsonSchema({"type": "null"})]
+"""A field that is not supported and must not get lost: null, false or empty."""
 # The values themselves are validated by `SamplingParams`.
 _Number = Annotated[Any, WithJsonSchema({"type": "number"})]
 _Integer = Annotated[Any, WithJsonSchema({"type": "integer"})]
@@ -126,6 +114,23 @@ def _allow_nulls(schema: dict[str, Any]) -> None:
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
 
 
+def _allow_more(schema: dict[str, Any]) -> None:
+    _allow_nulls(schema)
+    schema["additionalProperties"] = True
+
+
+def _add_neutral(schema: dict[str, Any]) -> None:
+    for name, values in NEUTRAL.items():
+        schema["properties"].setdefault(name, {"enum": [*values, None]})
+    for name in WITHOUT_EFFECT:
+        schema["properties"].setdefault(name, {})
+    _allow_nulls(schema)
+
+
+_ignored: set[str] = set()
+"""Unknown fields that the log has named."""
+
+
 class RequestModel(BaseModel):
     """An object of a request. Null means missing. The description of a field is what its error expects."""
 
@@ -133,14 +138,35 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, values: object) -> object:
+    def _known(cls, values: object, info: ValidationInfo) -> object:
+        """Leave out what has no effect; with `option.unknown_parameters=warn` also what is unknown."""
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        options: ServingOptions | None = info.context
+        strict = cls.model_config["extra"] == "forbid"
+        warns = strict and options is not None and options.unknown_parameters == "warn"
+        found = {}
+        for name, value in values.items():
+            known = name in cls.model_fields
+            if value is None or (not known and has_no_effect(name, value)):
+                continue
+            if warns and not known and name not in NEUTRAL:
+                log_ignored(name)
+            else:
+                found[name] = value
+        return found
+
+
+class LenientModel(RequestModel):
+    """An object in which clients' libraries put fields of their own: unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra=_allow_more)
 
 
 class GenerationParameters(RequestModel):
     """The parameters that every protocol has, under vLLM's and TGI's names."""
+
+    model_config = ConfigDict(json_schema_extra=_add_neutral)
 
     temperature: _Number = None
     top_k: _Integer = None
@@ -153,12 +179,10 @@ class GenerationParameters(RequestModel):
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf
-    frequency_penalty: Annotated[Any, Only(0)] = None
-    presence_penalty: Annotated[Any, Only(0)] = None
-    length_penalty: Annotated[Any, Only(1)] = None
-    skip_special_tokens: Annotated[Any, Only(neutral=True)] = None
-    spaces_between_special_tokens: Annotated[Any, Only(neutral=True)] = None
-    typical_p: Annotated[Any, Only(1)] = None
+    typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")] = (
+        1.0
+    )
+    """Only 1 where tokens are sampled."""
 
     def given_sampling(self) -> dict[str, Any]:
         """The sampling parameters that the request has, by name; top_k -1 is off, as in vLLM."""
@@ -178,8 +202,11 @@ class GenerationParameters(RequestModel):
         """The request that its sequences share. `more`: further fields of `GenerationRequest`.
 
         Raises:
-            UnsupportedParameterError: the stop strings are too many.
+            UnsupportedParameterError: the stop strings are too many, or `typical_p` would have an effect.
         """
+        if self.typical_p != 1 and sampling.temperature > 0:
+            msg = "parameter 'typical_p' is not supported where tokens are sampled; leave it out"
+            raise UnsupportedParameterError(msg, param="typical_p")
         if len(self.stop) > MAX_STOP_STRINGS:
             msg = f"{len(self.stop)} stop strings; expected at most {MAX_STOP_STRINGS}"
             raise UnsupportedParameterError(msg, param="stop")
@@ -227,6 +254,14 @@ def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def log_ignored(name: str) -> None:
+    """Log an unknown field, each once."""
+    shown = shown_name(name)
+    if shown not in _ignored and len(_ignored) < MAX_IGNORED_LOGGED:
+        _ignored.add(shown)
+        logger.warning("parameter_ignored name=%s by=option.unknown_parameters", shown)
+
+
 def shown_name(name: str) -> str:
     """A client's name of a field for a message, at most `MOST_SHOWN` characters."""
     short = reprlib.Repr()
@@ -237,7 +272,7 @@ def shown_name(name: str) -> str:
 _Model = TypeVar("_Model", bound=RequestModel)
 
 
-def validated(model: type[_Model], values: Mapping[str, Any]) -> _Model:
+def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOptions) -> _Model:
     """A request model of `values`.
 
     Raises:
@@ -251,12 +286,15 @@ def validated(model: type[_Model], values: Mapping[str, Any]) -> _Model:
             msg = f"parameter {name!r} has {len(value)} values; expected at most {most}"
             raise UnsupportedParameterError(msg, param=name)
     try:
-        return model.model_validate(values)
+        return model.model_validate(values, context=options)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # Outside the except clause: the cause would hold the value, which may be part of a prompt.
     kind, place, expected = first["type"], first["loc"], first["msg"]
     name, value = _given(values, place)
+    if kind == "unsupported" or (kind == "extra_forbidden" and place[-1] in NEUTRAL):
+        msg = f"parameter {name!r} is not supported; leave it out"
+        raise UnsupportedParameterError(msg, param=name)
     if kind == "extra_forbidden":
         known = sorted(model.model_fields if len(place) == 1 else ())
         near = did_you_mean(name, known)
@@ -264,9 +302,6 @@ def validated(model: type[_Model], values: Mapping[str, Any]) -> _Model:
             f"{' Known' if near else '; known'}: {', '.join(known)}" if known else "; leave it out"
         )
         msg = f"unknown parameter {shown_name(name)}{near}{rest}"
-        raise UnsupportedParameterError(msg, param=name)
-    if kind == "unsupported":
-        msg = f"parameter {name!r} is not supported; leave it out"
         raise UnsupportedParameterError(msg, param=name)
     if kind == "missing":
         msg = f"{name} is missing"

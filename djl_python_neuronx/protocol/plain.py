@@ -7,7 +7,7 @@ vllm/entrypoints/api_server.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Union
+from typing import Any, Union
 
 from typing_extensions import TypedDict
 
@@ -22,7 +22,6 @@ from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
     GenerationParameters,
-    Only,
     Text,
     validated,
 )
@@ -36,12 +35,7 @@ class PlainRequest(GenerationParameters):
     prompt: Text
     max_tokens: Count = 16
     n: Count = 1
-    best_of: Annotated[Any, Only(1)] = None
     stream: Flag = False
-    use_beam_search: Annotated[Any, Only(neutral=False)] = None
-    logprobs: Annotated[Any, Only(None)] = None
-    prompt_logprobs: Annotated[Any, Only(None)] = None
-    min_tokens: Annotated[Any, Only(0)] = None
 
 
 class PlainAnswer(TypedDict):
@@ -66,7 +60,7 @@ class PlainProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
-        body = validated(PlainRequest, payload)
+        body = validated(PlainRequest, payload, context.options)
         given = Parameters.of(
             body,
             n=body.n,

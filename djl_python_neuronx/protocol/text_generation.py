@@ -13,6 +13,7 @@ import orjson
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
@@ -27,10 +28,10 @@ from djl_python_neuronx.protocol.parameters import (
     Flag,
     GenerationParameters,
     MaybeCount,
-    Only,
     RequestModel,
     Strings,
     Text,
+    log_ignored,
     sampling_params,
     shown_name,
     validated,
@@ -60,16 +61,6 @@ class Parameters(GenerationParameters):
     best_of: Count = 1
     n: Count = 1
     truncate: MaybeCount = None
-    num_beams: Annotated[Any, Only(1)] = None
-    num_return_sequences: Annotated[Any, Only(1)] = None
-    early_stopping: Annotated[Any, Only(neutral=False)] = None
-    min_length: Annotated[Any, Only(1)] = None
-    bad_sequences: Annotated[Any, Only(None)] = None
-    logprobs: Annotated[Any, Only(None)] = None
-    prompt_logprobs: Annotated[Any, Only(None)] = None
-    watermark: Annotated[Any, Only(neutral=False)] = None
-    grammar: Annotated[Any, Only(None)] = None
-    adapter_id: Annotated[Any, Only(None)] = None
 
     @classmethod
     def of(cls, given: GenerationParameters, **more: object) -> Parameters:
@@ -93,7 +84,7 @@ class Parameters(GenerationParameters):
         values = self.given_sampling()
         samples = self.do_sample
         if "do_sample" not in self.model_fields_set:
-            samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
+            samples = self.typical_p != 1 or not values.keys() <= set(SamplingParams.GREEDY_NAMES)
         return sampling_params(values, samples=samples)
 
 
@@ -139,14 +130,36 @@ class GeneratedText(TypedDict):
     details: NotRequired[Details]
 
 
-def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[object, Parameters]:
+def fields(
+    payload: Mapping[str, Any], options: ServingOptions, refused: Sequence[str] = ()
+) -> tuple[object, Parameters]:
     """`inputs` and the parameters of a payload; `stream` beside `inputs` takes precedence over the parameter.
 
     Raises:
         RequestError: a field is missing, unknown, not supported (also each of `refused`) or has a wrong value.
     """
+    _check_names(payload, options, refused)
+    if "inputs" not in payload:
+        msg = "inputs is missing; expected a prompt"
+        raise RequestError(msg, param="inputs")
+    inputs, parameters, stream, _ = map(payload.get, _FIELDS)
+    if not isinstance(parameters, (dict, type(None))):
+        msg = f"parameters is {json_type(parameters)}; expected an object"
+        raise RequestError(msg, param="parameters")
+    given = validated(Parameters, parameters or {}, options)
+    if stream is not None:
+        given.stream = validated(Parameters, {"stream": stream}, options).stream
+    return inputs, given
+
+
+def _check_names(
+    payload: Mapping[str, Any], options: ServingOptions, refused: Sequence[str]
+) -> None:
     for name, value in payload.items():
-        if name in _FIELDS or (name in refused and value is None):
+        if name in _FIELDS or value is None:
+            continue
+        if options.unknown_parameters == "warn" and name not in refused:
+            log_ignored(name)
             continue
         hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])
         if name in Parameters.model_fields:
@@ -156,17 +169,6 @@ def fields(payload: Mapping[str, Any], refused: Sequence[str] = ()) -> tuple[obj
         if name in refused:
             msg = f"{name} is not supported in this version; leave it out"
         raise UnsupportedParameterError(msg, param=name)
-    if "inputs" not in payload:
-        msg = "inputs is missing; expected a prompt"
-        raise RequestError(msg, param="inputs")
-    inputs, parameters, stream, _ = map(payload.get, _FIELDS)
-    if not isinstance(parameters, (dict, type(None))):
-        msg = f"parameters is {json_type(parameters)}; expected an object"
-        raise RequestError(msg, param="parameters")
-    given = validated(Parameters, parameters or {})
-    if stream is not None:
-        given.stream = validated(Parameters, {"stream": stream}).stream
-    return inputs, given
 
 
 class DetailedShape(Shape):

@@ -98,6 +98,7 @@ class TgiProtocol(WireProtocol):
     key = "inputs"
     paths = ("/", "/generate", "/generate_stream")
     anywhere = False
+    names_model = False
     requests: Mapping[str, Any] = {"application/json": Body}
     answers: Mapping[str, Any] = {
         "application/json": Union[GeneratedText, list[GeneratedText]],
@@ -109,7 +110,7 @@ class TgiProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
-        inputs, given = fields(payload)
+        inputs, given = fields(payload, context.options)
         if not isinstance(inputs, str) or not inputs:
             msg = f"inputs is {json_type(inputs)}; expected a prompt"
             raise RequestError(msg, param="inputs")
@@ -154,8 +155,12 @@ class TgiShape(DetailedShape):
         return answer.mean_logprob
 
     def facts(self, answer: Answer) -> dict[str, Any]:
-        """See `DetailedShape`."""
-        return {"prefill": [], **super().facts(answer), **_end(answer)}
+        """See `DetailedShape`. A special token has its name there; in a stream it is no text of the answer."""
+        facts = {"prefill": [], **super().facts(answer), **_end(answer)}
+        for token in facts["tokens"]:
+            if token["special"] and not token["text"]:
+                token["text"] = self._tokenizer.token_bytes(token["id"]).decode(errors="replace")
+        return facts
 
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`. A text without a token has an empty special one, because every part has a token."""

@@ -17,10 +17,9 @@ from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
 from djl_python_neuronx.protocol.openai import OpenAiErrorBody, answer_error
-from djl_python_neuronx.protocol.openai_chat import Message
+from djl_python_neuronx.protocol.openai_chat import Conversation, Message
 from djl_python_neuronx.protocol.parameters import (
     Flag,
-    Only,
     RequestModel,
     sampling_params,
     validated,
@@ -32,7 +31,7 @@ class _Named(RequestModel):
     model: str | None = None
 
 
-class TokenizeBody(_Named):
+class TokenizeBody(_Named, Conversation):
     """A prompt or a conversation."""
 
     prompt: str | None = None
@@ -40,8 +39,6 @@ class TokenizeBody(_Named):
     return_token_strs: Flag = False
     add_special_tokens: Flag = True
     """Of a prompt. A conversation has those that its template writes."""
-    add_generation_prompt: Annotated[Any, Only(neutral=True)] = None
-    continue_final_message: Annotated[Any, Only(neutral=False)] = None
 
 
 class DetokenizeBody(_Named):
@@ -107,13 +104,14 @@ class TokenizeProtocol(WireProtocol):
         """See `WireProtocol.parse`. The answer is complete."""
         answer: Tokens | PromptText | list[TokenPiece]
         if context.path == "/detokenize":
-            answer = _detokenized(validated(DetokenizeBody, payload), context)
+            body = validated(DetokenizeBody, payload, context.options)
+            answer = _detokenized(body, context)
         elif "inputs" in payload:
-            body = validated(Body, payload)
-            sampling_params(body.parameters.given_sampling())  # which judges their values
-            answer = _pieces(context.encode(body.inputs), context)
+            inputs = validated(Body, payload, context.options)
+            sampling_params(inputs.parameters.given_sampling())  # which judges their values
+            answer = _pieces(context.encode(inputs.inputs), context)
         else:
-            answer = _tokenized(validated(TokenizeBody, payload), context)
+            answer = _tokenized(validated(TokenizeBody, payload, context.options), context)
         return ParsedRequest((), Ready(answer), stream=False)
 
 
@@ -122,7 +120,7 @@ def _tokenized(body: TokenizeBody, context: ParseContext) -> Tokens:
         msg = "expected one of prompt, messages and inputs"
         raise RequestError(msg, param="prompt")
     if body.messages is not None:
-        ids = context.encode_chat([message.for_template() for message in body.messages])
+        ids = body.encode(body.messages, context)
     else:
         ids = context.encode(body.prompt or "", special=body.add_special_tokens)
     return {

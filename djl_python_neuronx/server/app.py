@@ -180,18 +180,14 @@ class Application:
     @answers(ModelList)
     async def list_models(self, _request: Request) -> Response:
         """OpenAI's list of models: an entry for each name."""
-        entries = [
-            model_entry(name, model.ready().loaded_s)
-            for model in self._loaded()
-            for name in model.names
-        ]
+        entries = [_entry(name, model) for model in self._loaded() for name in model.names]
         return JSONResponse({"object": "list", "data": entries})
 
     @answers(ModelEntry)
     async def model(self, request: Request) -> Response:
         """One of OpenAI's list of models."""
         name = request.path_params["model"]
-        return JSONResponse(model_entry(name, self.find(name).ready().loaded_s))
+        return JSONResponse(_entry(name, self.find(name)))
 
     async def invocations(self, request: Request) -> Response:
         """Generate."""
@@ -203,7 +199,7 @@ class Application:
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         async with self.bodies.read(request, self.max_body_bytes) as body:
             if not named:
-                payload = await asyncio.to_thread(decode, body, headers)
+                payload = await asyncio.to_thread(decode, body, headers, request.url.path)
                 name = named_model(payload, self.model_names)
             model = self.find(name)
             while True:
@@ -269,6 +265,12 @@ def _listed(models: Sequence[Model]) -> str:
     if len(models) == 1:
         return models[0].problem
     return "; ".join(f"{model.names[0]}: {model.problem or 'ready'}" for model in models)
+
+
+def _entry(name: str, model: Model) -> ModelEntry:
+    """The entry of OpenAI's list for a model."""
+    service = model.ready()
+    return model_entry(name, service.loaded_s, service.loop.spec.max_model_len)
 
 
 def _facts(model: Model) -> dict[str, Any]:

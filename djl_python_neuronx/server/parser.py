@@ -12,6 +12,7 @@ from typing import Any
 import h11
 
 from djl_python_neuronx.errors import RequestAbortedError
+from djl_python_neuronx.protocol.base import client_label, new_id
 
 MAX_HEAD_BYTES = 32 * 1024
 """Longest request line and headers together."""
@@ -41,6 +42,8 @@ class Parser(h11.Connection):
         """The connection is one too many, and ends with its first answer."""
         self._started_s = 0.0
         self._num_parts = self._num_bytes = 0
+        self._client_id = ""
+        """The id that the client sent with the request that is read or answered."""
 
     def next_event(self) -> Any:  # noqa: ANN401
         """See `h11.Connection`. After invalid HTTP there are no events; uvicorn would log a warning for each error."""
@@ -55,6 +58,9 @@ class Parser(h11.Connection):
                     event = replace(event, target=rest if rest.startswith(b"/") else b"/" + rest)
                 path = event.target.partition(b"?")[0][:MAX_PATH]
                 self._open_access(event.method.decode(), path.decode())
+                headers = dict(event.headers)
+                sent = headers.get(b"x-request-id") or headers.get(b"x-amzn-sagemaker-inference-id")
+                self._client_id = client_label((sent or b"").decode("latin-1"))
                 self._check_head(event)
             elif type(event) is h11.Data:
                 self._check_part(len(event.data))
@@ -66,12 +72,16 @@ class Parser(h11.Connection):
     def send(self, event: h11.Event) -> Any:  # noqa: ANN401
         """See `h11.Connection`. After an answer that comes before the whole body, the rest is not read."""
         if type(event) is h11.Response:
-            self._note_answer(event)
+            headers: Any = [*event.headers]
             close = (b"connection", b"close")
             ends = self.is_extra or self.their_state is h11.SEND_BODY
-            if ends and close not in event.headers:
-                headers: Any = [*event.headers, close]
-                event = replace(event, headers=headers)
+            if ends and close not in headers:
+                headers.append(close)
+            if b"x-request-id" not in dict(headers):
+                headers.append((b"x-request-id", (self._client_id or new_id()).encode()))
+            self._client_id = ""
+            event = replace(event, headers=headers)
+            self._note_answer(event)
         sent = super().send(event)
         if self.access:
             self.access["bytes"] += len(sent or b"")
@@ -89,7 +99,7 @@ class Parser(h11.Connection):
     def _note_answer(self, answer: h11.Response) -> None:
         if not self.access:  # to bytes that are no request
             self._open_access("-", "-")
-        request_id = dict(answer.headers).get(b"x-request-id", b"-")
+        request_id = dict(answer.headers)[b"x-request-id"]
         self.access["status"] = answer.status_code
         self.access["first_byte_ms"] = self.num_ms()
         self.access["request_id"] = request_id.decode("latin-1")

@@ -27,6 +27,8 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Headers of a stream: nginx would gather its parts."""
 
 
 async def generation_response(
@@ -45,6 +47,7 @@ async def generation_response(
     delta, chunk = first
     headers, media_type = {"x-request-id": request_id}, parsed.formatter.content_type
     if not generation.finished and delta.error is None:
+        headers |= _UNBUFFERED
         return StreamingResponse(_stream(chunk, chunks), headers=headers, media_type=media_type)
     await chunks.aclose()
     if delta.error is not None:

@@ -20,6 +20,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnsupportedParameterError,
 )
+from djl_python_neuronx.types import Rendering
 from tests.artifacts import tokenizer_folders as folders
 
 MADE = {
@@ -117,6 +118,64 @@ def test_a_developer_is_the_system_to_a_template_that_lacks_the_role(tmp_path):
     for template, text in ((roles, "systemuser"), (roles + "{# developer #}", "developeruser")):
         tokenizer = load_tokenizer(folder, chat_template=template)
         assert tokenizer.decode(tokenizer.encode_chat(messages)).lstrip() == text
+
+
+@pytest.mark.parametrize(
+    ("loop", "takes_parts"),
+    [
+        ("for item in message['content']", True),  # Gemma 3
+        ("- for part in message.content -", True),  # GLM-4
+        ("for content in message['content']", True),  # Llama 3.2 Vision
+        ('for block in message["content"] if block', True),
+        ("for item in message.content | list", True),
+        ("set content = message.content %}{% for item in content", True),  # Qwen3.5
+        ("for part in message.content.split('</think>')", False),  # Qwen3
+        ("for part in contents", False),
+        ("for call in message.tool_calls", False),
+    ],
+)
+def test_a_template_that_takes_parts_one_by_one_gets_them(tmp_path, loop, takes_parts):
+    folder = folders.write(tmp_path, MADE["byte_level"])
+    template = (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+        f"{{% else %}}{{%{loop}%}}x{{% endfor %}}{{{{ message.content | length }}}}{{% endif %}}{{% endfor %}}"
+    )
+    parts = [{"type": "text", "text": text} for text in ("one", "two", "six")]
+    found = load_tokenizer(folder, chat_template=template)
+    assert found.render([{"role": "user", "content": parts}]) == (
+        "xxx3" if takes_parts else "one\ntwo\nsix"
+    )
+    assert found.render([{"role": "user", "content": "one"}]) == "one"
+
+
+def test_how_a_template_is_rendered(tmp_path, loaded):
+    found = loaded["llama"]
+    chat = [{"role": "user", "content": "The fox"}, {"role": "assistant", "content": "The end"}]
+    apply = found.library.apply_chat_template
+    assert found.render(chat) == apply(chat, tokenize=False, add_generation_prompt=True)
+    closed = found.render(chat, Rendering(begins_turn=False))
+    assert closed == apply(chat, tokenize=False, add_generation_prompt=False)
+    assert found.render(chat, Rendering({}, False, True)).endswith("The end")
+    template = "{{ enable_thinking }}{{ messages | length }}{{ deep.a[0] }}"
+    other = load_tokenizer(folders.write(tmp_path, MADE["llama"]), chat_template=template)
+    assert (
+        other.render(chat, Rendering({"enable_thinking": False, "deep": {"a": [7]}})) == "False27"
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "chat_template", "return_dict", "bos_token"),
+    ],
+)
+def test_a_variable_replaces_nothing_that_the_server_sets(loaded, name):
+    with pytest.raises(RequestError, match=f"chat_template_kwargs has '{name}'") as caught:
+        loaded["llama"].encode_chat(
+            [{"role": "user", "content": "x"}], rendering=Rendering({"a": 1, name: "x"})
+        )
+    assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 def test_the_templates_own_refusal_is_told_but_no_content(loaded):

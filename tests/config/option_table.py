@@ -174,6 +174,7 @@ GENERAL = {
         ),
         ("", "{% x\n", "{% endfor %}", "{{ messages", *TEXT_BAD),
     ),
+    "chat_template_kwargs": Row(OBJECT, OBJECT_BAD, also=("default_chat_template_kwargs",)),
     "generation_config": choice("auto", "vllm"),
     "task": Row(
         (
@@ -286,6 +287,7 @@ BATCHING = {
 LIMITS = {
     "max_request_seconds": SECONDS,
     "max_body_bytes": count(),
+    "unknown_parameters": choice("error", "warn"),
     "text_timeout": SECONDS,
     "request_head_timeout": SECONDS,
     "request_body_timeout": SECONDS,

@@ -178,7 +178,7 @@ REFUSED = {
     "option.tensor_parallel_degree=8x": (DEGREE, "write 8"),
     "option.tensor_parallel_degree=3": (
         DEGREE,
-        "takes 1, 2, 4, 6, 8, 12, 16, 20 and 24 on inf2; leave it out, or",
+        "does not take it on inf2; leave it out, or set 1, 2, 4, 6, 8, 12, 16, 20 or 24",
     ),
     "option.context_length_estimate=128 256 512": ("context_length", "write 128,256,512"),
     "option.context_length_estimate=128;256": ("context_length", "write 128,256"),

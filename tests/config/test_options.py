@@ -124,6 +124,7 @@ def test_a_section_is_a_class():
         *(("hybrid_sharding_config", "x.json"), ("blockwise_matmul_config", "x.json")),
         *(("router_config", "x.json"), ("dma_order_config", "x.json")),
         ("sim_step_ms", "x.json"),
+        ("chat_template_kwargs", "x.json"),
     ],
 )
 def test_what_may_be_a_file_says_so_and_is_no_value_by_itself(name, text):
@@ -134,7 +135,7 @@ def test_what_may_be_a_file_says_so_and_is_no_value_by_itself(name, text):
 
 
 def test_nothing_else_may_be_a_file():
-    assert sum(option(name).file for name in TABLE) == 7
+    assert sum(option(name).file for name in TABLE) == 8
 
 
 class TestDerived:

@@ -10,7 +10,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from djl_python_neuronx.artifacts.tokenizer import _no_panic
-from djl_python_neuronx.types import Tokenizer
+from djl_python_neuronx.types import RENDERING, Rendering, Tokenizer
 
 
 class ToyTokenizer:
@@ -39,10 +39,19 @@ class ToyTokenizer:
         ]
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int | None = None,
+        rendering: Rendering = RENDERING,
     ) -> list[int]:
         """All contents in a row."""
-        return self.encode("".join(message["content"] for message in messages))
+        contents = [message["content"] for message in messages]
+        texts = [
+            text if isinstance(text, str) else "".join(part["text"] for part in text)
+            for text in contents
+        ]
+        return self.encode("".join(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""

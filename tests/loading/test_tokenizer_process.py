@@ -30,6 +30,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading import tokenizer_process
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
+from djl_python_neuronx.types import Rendering
 from tests.artifacts import tokenizer_folders as folders
 from tests.processes import descendants
 
@@ -63,6 +64,10 @@ def test_it_is_the_tokenizer_of_the_folder(tmp_path, name):
         assert found.encode(text, special=False) == expected.encode(text, special=False)
         assert found.decode(ids) == expected.decode(ids)
     assert found.encode_chat(MESSAGES) == expected.encode_chat(MESSAGES)
+    answer = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "The end"}]}]
+    for rendering in (Rendering({"a": {"b": [1, None]}}, False), Rendering({}, False, True)):
+        ids = expected.encode_chat(answer, rendering=rendering)
+        assert found.encode_chat(answer, rendering=rendering) == ids
     for fact in ("pieces", "special_ids", "eos_id"):
         assert getattr(found, fact) == getattr(expected, fact)
     for i in range(MADE[name].get_vocab_size() + 2):
@@ -80,6 +85,7 @@ def test_errors_arrive_as_they_are(tmp_path):
         lambda one: one.encode_chat([{"role": "system", "content": "a"}]),
         lambda one: one.encode_chat([{"role": "user", "content": None}]),
         lambda one: one.encode_chat(MESSAGES, max_chars=20),
+        lambda one: one.encode_chat(MESSAGES, rendering=Rendering({"tools": []})),
     ]
     for call in calls:
         with pytest.raises(ServingError) as known:

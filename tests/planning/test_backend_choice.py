@@ -14,8 +14,11 @@ from djl_python_neuronx.planning.backend_choice import (
     choose_backend,
     libraries,
 )
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.plan import judge
 
 NEURON_LOADERS = {name: facts.package for name, facts in NEURON_BACKENDS.items()}
 CPU = DeviceInfo(None, 0, 0, 2**33, 2, "0 devices under /dev, no neuron-ls")
@@ -34,11 +37,15 @@ def installed(**states):
 BOTH = {"nxdi": "installed", "tnx": "installed"}
 
 
-def explain(device, packages, model_type=None, artifact=None, *, dry_run=False, **options):
+def explain(
+    device, packages, model_type=None, artifact=None, *, dry_run=False, vocab=32000, **options
+):
+    given, facts = ServingOptions(**options), ModelFacts(model_type=model_type, vocab_size=vocab)
     return choose_backend(
-        ServingOptions(**options),
+        given,
         device,
         model_type,
+        lambda backend: judge(Case(given, facts, device, NEURON_BACKENDS[backend]), options),
         installed=packages,
         artifact_backend=artifact,
         dry_run=dry_run,
@@ -91,7 +98,7 @@ REASONS = [
         BOTH,
         {"enable_mixed_precision_accumulation": True},
         "tnx",
-        "nxdi refuses enable_mixed_precision_accumulation",
+        "nxdi lacks enable_mixed_precision_accumulation",
     ),
     ("llama", BOTH, {"load_split_model": True}, "tnx", "nxdi refuses load_split_model"),
     (
@@ -133,9 +140,23 @@ REASONS = [
         "tnx",
         "nxdi refuses ngram_prompt_lookup_max",
     ),
-    ("mistral", BOTH, {"speculative_draft_model": "d"}, "nxdi", "it is preferred to tnx"),
     ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "it is preferred to tnx"),
-    # what both refuse something of: the first
+    # what both refuse something of: the one that the file is for, whose errors are then those of the file
+    (
+        "llama",
+        BOTH,
+        {"speculative_draft_model": "d", "shard_over_sequence": True},
+        "tnx",
+        "nxdi lacks speculative_draft_model",
+    ),
+    (
+        "mistral",
+        BOTH,
+        {"speculative_draft_model": "d"},
+        "tnx",
+        "nxdi lacks speculative_draft_model",
+    ),
+    # ... or each of something that it lacks: the first
     (
         "llama",
         BOTH,
@@ -162,6 +183,13 @@ def test_which_library_and_why_not_the_other(model_type, packages, options, back
     assert choice.backend == backend
     assert choice.reason.startswith(f"model_loader=auto takes {backend}: {why}")
     assert explain(INF2, installed(**packages), model_type, dry_run=True, **options) == choice
+
+
+def test_what_only_the_model_shows_decides():
+    choice = explain(INF2, installed(**BOTH), "llama", vocab=32001, tensor_parallel_degree=2)
+    assert choice.backend == "tnx"
+    said = "model_loader=auto takes tnx: nxdi refuses tensor_parallel_degree (NxD Inference never"
+    assert choice.reason.startswith(said)
 
 
 def test_a_model_of_no_library():

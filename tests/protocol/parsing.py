@@ -18,6 +18,8 @@ from tests.doubles.toy_tokenizer import TOKENIZER
 def parse(payload: object, **context: Any) -> ParsedRequest:
     body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
     facts = {field.name for field in dataclasses.fields(ParseContext)}
-    options = ServingOptions(**{name: context.pop(name) for name in context.keys() - facts})
-    context = {"tokenizer": TOKENIZER, "request_id": "r", "options": options, **context}
+    settings = {name: context.pop(name) for name in context.keys() - facts}
+    options = ServingOptions(**{"model_name": "toy", **settings})
+    given = {"tokenizer": TOKENIZER, "request_id": "r", "options": options, "vocab_size": 300}
+    context = {**given, **context}
     return parse_body(body, ParseContext(**context))

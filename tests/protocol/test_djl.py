@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.errors import RequestError, StepError
 from djl_python_neuronx.protocol import djl
 from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
 from djl_python_neuronx.service import TEXT_THREADS
@@ -596,6 +596,21 @@ def test_a_body_of_text_is_the_prompt(service, mode):
     _, answer = answer_of(mode, service, {"Content-Type": "text/plain"}, b"<5><6>")
     ids = expected([1, 5, 6], 30, stop_ids={2})
     assert json.loads(answer) == {"generated_text": TOKENIZER.decode(ids)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [('{"inputs": "a", "stream": true}', b""), ('{"inputs": "5 ', b' 3"}')]
+)
+def test_the_error_of_a_form_names_the_type(service, name, value):
+    """Java makes fields of a body of curl's default type; the name of the first ends at an equals sign."""
+    row = Input()
+    row.content.add(name, value)
+    row.properties["Content-Type"] = "application/x-www-form-urlencoded"
+    content, headers = djl.read(row)
+    with pytest.raises(
+        RequestError, match="its Content-Type is 'application/x-www-form-urlencoded'"
+    ):
+        service.parse(content, headers=headers)
 
 
 @MODES

@@ -28,11 +28,18 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import answer_error, parse_body
 from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, ParsedRequest
-from djl_python_neuronx.protocol.openai_chat import ChatParameters, Message
+from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
+from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
-from djl_python_neuronx.protocol.parameters import Only, default_parameters
+from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import (
+    RENDERING,
+    FinishReason,
+    GenerationRequest,
+    Rendering,
+    TokenOutput,
+)
 from tests.doubles.toy_backend import TOY_SPEC
 from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
 from tests.protocol.wire_schemas import SCHEMAS
@@ -42,14 +49,19 @@ OPTIONS = ServingOptions(model_name="toy,other,toy")
 
 
 class NotingTokenizer(ToyTokenizer):
-    """Keeps the messages that a template would get."""
+    """Keeps what a template would get."""
 
     messages: Sequence[Mapping[str, Any]] = ()
+    rendering = RENDERING
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_chars: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int | None = None,
+        rendering: Rendering = RENDERING,
     ) -> list[int]:
-        self.messages = messages
+        self.messages, self.rendering = messages, rendering
         return super().encode_chat(messages)
 
 
@@ -139,7 +151,7 @@ def test_too_many_sequences() -> None:
     context = ParseContext(tokenizer=TOKENIZER, request_id="r")
     common = GenerationRequest("r", ())
     assert len(context.requests(common, ["<5>"] * 2, count=MAX_SEQUENCES // 2)) == MAX_SEQUENCES
-    with pytest.raises(RequestError, match="3 prompts with 50 answers each are 150 sequences"):
+    with pytest.raises(RequestError, match=r"150 sequences \(prompts: 3, answers of each: 50\)"):
         context.requests(common, ["<5>"] * 3, count=50)
     listing = dataclasses.replace(common, top_logprobs=20)
     assert len(context.requests(listing, ["<5>"], count=12)) == 12
@@ -227,81 +239,157 @@ def reference(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [("chat", ChatParameters), ("completion", CompletionParameters), ("messages", Message)],
+    ("name", "model"), [("chat", ChatParameters), ("completion", CompletionParameters)]
 )
 def test_every_field_of_the_reference_is_known(name: str, model: Any) -> None:
-    """A field without effect is accepted, one that the engine lacks is refused by name: see the next tests."""
+    """A field without effect is accepted, one that the engine lacks is refused by name: see test_other_servers.py."""
     fields = reference(name)
     assert len(fields) > 10
-    assert set(fields) - set(model.model_fields) == set()
+    assert set(fields) <= {*model.model_fields, *NEUTRAL, *WITHOUT_EFFECT}
 
 
-REFUSED: dict[str, tuple[Any, Any, Any]] = {
-    "frequency_penalty": (0, 0.5, {chat, complete}),
-    "presence_penalty": (0.0, -1, {chat, complete}),
-    "logit_bias": ({}, {"50256": -100}, {chat, complete}),
-    "length_penalty": (1, 2, {chat, complete}),
-    "skip_special_tokens": (True, False, {chat, complete}),
-    "spaces_between_special_tokens": (True, False, {chat, complete}),
-    "typical_p": (1, 0.5, {chat, complete}),
-    "extra_body": ({}, {"a": 1}, {chat, complete}),
-    "suffix": ("", "x", {complete}),
-    "tools": ([], [{"type": "function", "function": {"name": "f"}}], {chat}),
-    "tool_choice": ("none", "auto", {chat}),
-    "functions": ([], [{"name": "f"}], {chat}),
-    "function_call": ("none", "auto", {chat}),
-    "response_format": ({"type": "text"}, {"type": "json_object"}, {chat}),
-    "modalities": (["text"], ["text", "audio"], {chat}),
-    "audio": (None, {"voice": "a", "format": "wav"}, {chat}),
-    "prediction": (None, {"type": "content", "content": "x"}, {chat}),
-    "reasoning_effort": (None, "low", {chat}),
-    "verbosity": (None, "low", {chat}),
-    "web_search_options": (None, {}, {chat}),
-    "moderation": (None, {}, {chat}),
-    "add_generation_prompt": (True, False, {chat}),
-    "continue_final_message": (False, True, {chat}),
-}
-"""Parameter to the value without effect, one that is refused, and the requests that have it."""
+def test_what_libraries_put_into_messages_is_ignored() -> None:
+    """Whatever messages of the installed `openai` have, and what other libraries add: the template gets the same."""
+    tokenizer = NotingTokenizer()
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    plain = [
+        {"role": "assistant", "content": "<7>", "tool_calls": [call]},
+        {"role": "user", "content": "<5>"},
+    ]
+    parse(chat(*plain), tokenizer=tokenizer)
+    expected = tokenizer.messages
+    surplus = {
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_details": [{"text": "x"}],
+        "thinking_blocks": [{"type": "thinking", "thinking": "x"}],
+        "prefix": True,
+        "id": "msg_1",
+        "weight": 1,
+        "cache_control": {"type": "ephemeral"},
+        "timestamp": 1764000000,
+        "parts": [{"type": "text", "text": "<7>"}],
+        "annotations": [{"type": "url_citation"}],
+        "audio": None,
+        "images": [],
+        "function_call": None,
+        "refusal": None,
+    }
+    surplus |= {name: None for name in reference("messages") if name not in plain[0]}
+    more = {"index": 0, "type": "function", "cache_control": {}}
+    calls = [{**call, **more, "function": {**call["function"], "parsed_arguments": {}}}]
+    part = {
+        "type": "text",
+        "cache_control": {},
+        "annotations": [],
+        "id": "p",
+        "prompt_cache_breakpoint": True,
+    }
+    for name, value in [*surplus.items(), ("content", None)]:
+        messages = [{**message, name: value, "content": message["content"]} for message in plain]
+        parse(chat(*messages), tokenizer=tokenizer)
+        assert tokenizer.messages == expected, name
+    parse(chat({**plain[0], "tool_calls": calls}, plain[1]), tokenizer=tokenizer)
+    assert tokenizer.messages == expected
+    parse(
+        chat(
+            *[{**message, "content": [{**part, "text": message["content"]}]} for message in plain]
+        ),
+        tokenizer=tokenizer,
+    )
+    assert [message["content"] for message in tokenizer.messages] == [
+        [{"type": "text", "text": text}] for text in ("<7>", "<5>")
+    ]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_engine_lacks_is_refused_by_name(name: str) -> None:
-    neutral, value, bodies = REFUSED[name]
-    for body in bodies:
-        assert parse(body(**{name: neutral})) is not None
-        assert parse(body(**{name: None})) is not None
-        with pytest.raises(UnsupportedParameterError, match=f"{name!r} is not supported") as caught:
-            parse(body(**{name: value}))
-        assert caught.value.param == name
+def test_reasoning_and_refusals_reach_the_template() -> None:
+    tokenizer = NotingTokenizer()
+    thought = {"reasoning_content": "hm", "reasoning": "hm"}
+    for given, message in (
+        ({"content": "<7>", "reasoning_content": "hm"}, {"content": "<7>", **thought}),
+        ({"content": "<7>", "reasoning": "hm"}, {"content": "<7>", **thought}),
+        ({"content": "<7>", "reasoning": {"effort": "low"}}, {"content": "<7>"}),
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        (
+            {"content": [{"type": "refusal", "refusal": "No."}]},
+            {"content": [{"type": "text", "text": "No."}]},
+        ),
+    ):
+        parse(chat({"role": "assistant", **given}), tokenizer=tokenizer)
+        assert tokenizer.messages == [{"role": "assistant", **message}]
+
+
+@pytest.mark.parametrize("name", ["images", "audio", "videos", "files", "function_call"])
+def test_a_message_loses_nothing_that_matters(name: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match=r"'messages\[0\]\.\w+' is not supported"):
+        parse(chat({**USER, name: [{"url": "data:image/png;base64,AA=="}]}))
+
+
+def test_unknown_fields_are_ignored_and_logged_once_if_an_option_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ServingOptions(model_name="toy", unknown_parameters="warn")
+    body = chat(colour="x" * 500, stream=True, stream_options={"nested_colour": 1})
+    body["c" * 500] = 1
+    for _ in range(2):
+        assert parse(body, options=options).requests
+    parse(complete(colour=1), options=options)
+    names = [record.args[0] for record in caplog.records if "parameter_ignored" in record.msg]
+    assert sorted(map(len, names)) == [len("'colour'"), len("'nested_colour'"), 100]
+    with pytest.raises(UnsupportedParameterError, match="'guided_json' is not supported"):
+        parse(chat(guided_json={"type": "object"}), options=options)
+    with pytest.raises(RequestError, match=r"messages\[0\]\.role"):
+        parse(chat({"role": "bot", "content": "Hi"}), options=options)
+
+
+def test_the_log_has_a_bounded_number_of_ignored_fields(caplog: pytest.LogCaptureFixture) -> None:
+    options = ServingOptions(model_name="toy", unknown_parameters="warn")
+    parse(chat(**{f"surplus{i}": i for i in range(1000)}), options=options)
+    assert len([one for one in caplog.records if "parameter_ignored" in one.msg]) <= 100
 
 
 @BOTH
-def test_the_table_of_refused_parameters_is_whole(body: Any) -> None:
-    model = ChatParameters if body is chat else CompletionParameters
-    refused = {
-        name
-        for name, field in model.model_fields.items()
-        if any(isinstance(one, Only) for one in field.metadata)
-    }
-    assert refused == {name for name, (_, _, bodies) in REFUSED.items() if body in bodies}
+def test_typical_p_is_refused_where_tokens_are_sampled(body: Any) -> None:
+    assert parse(body(typical_p=0.5, temperature=0)).requests
+    with pytest.raises(UnsupportedParameterError, match="'typical_p' is not supported") as caught:
+        parse(body(typical_p=0.5))
+    assert caught.value.param == "typical_p"
 
 
-def test_what_has_no_effect_is_accepted() -> None:
-    parse(complete(user="me"))
-    parse(
-        chat(
-            user="me",
-            metadata={"a": "b"},
-            store=True,
-            service_tier="flex",
-            parallel_tool_calls=True,
-            safety_identifier="x",
-            prompt_cache_key="y",
-            prompt_cache_options={},
-            prompt_cache_retention="24h",
-        )
+def test_how_a_template_is_rendered() -> None:
+    tokenizer = NotingTokenizer()
+    options = ServingOptions(
+        model_name="toy", chat_template_kwargs={"enable_thinking": True, "a": 1}
     )
+    last = {"role": "assistant", "content": "<7>"}
+    for more, expected in (
+        ({}, ({"enable_thinking": True, "a": 1}, True, False)),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "b": [{}]}},
+            ({"enable_thinking": False, "a": 1, "b": [{}]}, True, False),
+        ),
+        ({"add_generation_prompt": False}, ({"enable_thinking": True, "a": 1}, False, False)),
+        ({"continue_final_message": True}, ({"enable_thinking": True, "a": 1}, False, True)),
+    ):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            parse(chat(USER, last, **more), tokenizer=tokenizer, options=options, path=path)
+            assert tokenizer.rendering == expected
+    for refused, param in (
+        (chat(continue_final_message=True), "continue_final_message"),
+        (
+            chat({**last, "content": [{"type": "text", "text": " "}]}, continue_final_message=True),
+            "continue_final_message",
+        ),
+        (
+            chat(last, continue_final_message=True, add_generation_prompt=True),
+            "add_generation_prompt",
+        ),
+        (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse(refused)
+        assert caught.value.param == param
+    with pytest.raises(PromptTooLongError, match="chat_template_kwargs has 109 characters"):
+        parse(chat(chat_template_kwargs={"a": "b" * 101}), max_prompt_chars=100)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +404,6 @@ def test_what_has_no_effect_is_accepted() -> None:
         (chat({"role": "bot", "content": "Hi"}), "messages[0].role", "'developer'"),
         (chat({"role": "user"}), "messages[0]", "only an assistant may leave out"),
         (chat({"role": "user", "content": 5}), "messages[0].content", "is 5"),
-        (chat(USER, {**USER, "cache": 1}), "messages[1].cache", "unknown parameter"),
         (
             chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}),
             "messages[0].content",
@@ -333,7 +420,7 @@ def test_what_has_no_effect_is_accepted() -> None:
         (chat(top_logprobs=2), "top_logprobs", "needs logprobs=true"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "from 0 to 20"),
         (chat(max_completion_tokens=0), "max_completion_tokens", "at least 1"),
-        (chat(n=129), None, "at most 128"),
+        (chat(n=129), "n", "at most 128"),
         (chat(temperature=2.5), "temperature", "from 0 to 2"),
         (chat(temperature="hot"), "temperature", "a finite number"),
         (chat(seed="x"), "seed", "an integer"),
@@ -357,9 +444,13 @@ def test_what_has_no_effect_is_accepted() -> None:
         (complete(["<5>", 5]), "prompt", "expected a text"),
         (complete(["<5>", [5]]), "prompt", "expected a text"),
         (complete({"a": 1}), "prompt", "expected a text"),
-        (complete([5, "<5>"]), None, "other values than integers"),
-        (complete([5, True]), None, "other values than integers"),
-        (complete(["<5>"] * 65, n=2), None, "at most 128"),
+        (complete([5, "<5>"]), "prompt", "other values than integers"),
+        (complete([5, True]), "prompt", "other values than integers"),
+        (complete(["<5>"] * 65, n=2), "n", "at most 128"),
+        (complete(best_of=129), "best_of", "at most 128"),
+        (complete(["<5>"] * 129), "prompt", "at most 128"),
+        (complete([5, 999]), "prompt", "the token id 999"),
+        (complete(max_gen_len=5), "max_gen_len", "option.bedrock_compat=true"),
         (complete(max_tokens=0), "max_tokens", "at least 1"),
         (complete(logprobs=6), "logprobs", "from 0 to 5"),
         (complete(logprobs=True), "logprobs", "from 0 to 5"),
@@ -372,8 +463,8 @@ def test_errors_name_the_field(payload: Any, param: str | None, says: str) -> No
     with pytest.raises(RequestError) as caught:
         parse(payload)
     assert says in str(caught.value)
-    assert caught.value.param == param
-    assert caught.value.status == 400
+    status, body = answer_error(caught.value)
+    assert (status, json.loads(body)["error"]["param"]) == (400, param)
 
 
 @BOTH
@@ -405,7 +496,7 @@ def test_what_a_template_gets() -> None:
     parsed = {**call, "function": {"name": "f", "arguments": {"x": [1]}}}
     assert tokenizer.messages == [
         {"role": "system", "content": "<3>"},
-        {"role": "developer", "content": "a\na"},
+        {"role": "developer", "content": [{"type": "text", "text": "a"}] * 2},
         {"role": "user", "content": "<5>", "name": "Ann"},
         {
             "role": "assistant",

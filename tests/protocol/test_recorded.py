@@ -59,6 +59,7 @@ CHAT = {
     "object": "chat.completion",
     "created": 7,
     "model": "toy",
+    "system_fingerprint": "1",
     "choices": [
         {
             "index": 0,
@@ -74,6 +75,7 @@ COMPLETION = {
     "object": "text_completion",
     "created": 7,
     "model": "toy",
+    "system_fingerprint": "1",
     "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}],
     "usage": USAGE,
 }
@@ -87,7 +89,7 @@ LOGPROBS = {
 
 def chunk(of: dict[str, Any], choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     kind = "chat.completion.chunk" if of is CHAT else of["object"]
-    top = {key: of[key] for key in ("id", "created", "model")}
+    top = {key: of[key] for key in ("id", "created", "model", "system_fingerprint")}
     return {**top, "object": kind, "choices": [{"index": 0, **choice}] if choice else [], **more}
 
 
@@ -136,7 +138,7 @@ BEDROCK_LINES = [
         "content_type": "application/jsonlines",
     },
 ]
-MODEL = {"id": "toy", "object": "model", "created": 7, "owned_by": "me"}
+MODEL = {"id": "toy", "object": "model", "created": 7, "owned_by": "me", "max_model_len": 9}
 WITH_TOP = {"top_tokens": [[LMI, LMI]]}
 OTHER = {"finish_reason": "length", "generated_tokens": 1, "tokens": [LMI], "generated_text": "b"}
 TGI_OTHER = {**TGI_DETAILS, "generated_text": "b"}
@@ -219,6 +221,7 @@ EXAMPLES: dict[str, Any] = {
     "chat_top_2": with_logprobs(CHAT, CHAT_LOGPROBS),
     "chat_sse": chat_chunks(),
     "chat_sse_usage": [*chat_chunks(usage=None), *USAGE_CHUNK],
+    "chat_sse_usage_each": [*chat_chunks(usage=USAGE), *USAGE_CHUNK],
     "chat_sse_top_2": TOP_CHUNKS,
     "chat_jsonlines": chat_chunks(),
     "completion": COMPLETION,
@@ -228,6 +231,11 @@ EXAMPLES: dict[str, Any] = {
     "completion_sse_usage": [
         chunk(COMPLETION, PART, usage=None),
         chunk(COMPLETION, LAST_PART, usage=None),
+        chunk(COMPLETION, None, usage=USAGE),
+    ],
+    "completion_sse_usage_each": [
+        chunk(COMPLETION, PART, usage=USAGE),
+        chunk(COMPLETION, LAST_PART, usage=USAGE),
         chunk(COMPLETION, None, usage=USAGE),
     ],
     "completion_sse_top_2": [

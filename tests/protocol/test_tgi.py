@@ -27,7 +27,8 @@ from tests.protocol.parsing import parse
 
 TOP = Token(2, "<eos>", -0.5, True)
 TOKEN = {"id": 7, "text": "one", "logprob": -0.5, "special": False}
-EOS = {"id": 2, "text": "", "logprob": -1.0, "special": True}
+EOS = {"id": 2, "text": "<eos>", "logprob": -1.0, "special": True}
+STREAMED_EOS = {**EOS, "text": ""}
 
 
 def generate(path: str = "/generate", stream: bool = False, **parameters: Any) -> ParsedRequest:
@@ -149,7 +150,7 @@ def test_events(details: bool) -> None:
     end = {"finish_reason": "eos_token", "seed": 3, "generated_tokens": 2, "input_length": 2}
     assert last == {
         "index": 2,
-        "token": EOS,
+        "token": STREAMED_EOS,
         "top_tokens": top,
         "generated_text": "one",
         "details": end if details else None,

@@ -61,7 +61,11 @@ def test_the_text_of_ids() -> None:
         ("/tokenize", {"messages": [{"role": "me", "content": "a"}]}, r"messages\[0\].role"),
         ("/tokenize", {"inputs": ["a"]}, "'inputs' is a list"),
         ("/tokenize", {"inputs": "a", "parameters": {"top_k": "5"}}, "top_k is a string"),
-        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "is not supported"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+            "last message of the assistant",
+        ),
         ("/detokenize", {}, "tokens is missing"),
         ("/detokenize", {"tokens": "5"}, "tokens is a string; expected a list of token ids"),
         ("/detokenize", {"tokens": [5, True]}, "tokens is a list with other values than integers"),

@@ -251,6 +251,7 @@ class TgiInfo(TypedDict):
     speculation: NotRequired[dict[str, Any] | None]
     chunked_prefill: NotRequired[bool]
     copies: NotRequired[list[CopyInfo]]
+    simulated: NotRequired[bool]
     model_id: str
     model_sha: str | None
     model_pipeline_tag: str | None
@@ -599,6 +600,7 @@ def _chat_logprobs(logprobs: Any, num_top: int | None) -> int:
 def _chat(content: bytes, num_top: int | None = None) -> Answer:
     record = json.loads(content)
     _openai("ChatCompletion", record)
+    assert record["system_fingerprint"], "TGI's client needs it"
     assert record["id"].startswith("chatcmpl-")
     choices = record["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
@@ -618,20 +620,29 @@ def _chat(content: bytes, num_top: int | None = None) -> Answer:
     )
 
 
-def _stream_usage(chunks: list[Any], *, usage: bool) -> tuple[list[Any], Answer]:
-    """Chunks but that of the usage: the reference gives it one of its own without choices, and null in the others."""
+def _stream_usage(chunks: list[Any], *, usage: bool | str) -> tuple[list[Any], Answer]:
+    """Chunks but that of the usage: the reference gives it one of its own without choices, and null in the others.
+
+    "each": vLLM's continuous usage, in every chunk that of its choice so far.
+    """
     answer = Answer()
+    for key in ("id", "created", "model", "system_fingerprint"):
+        assert len({chunk[key] for chunk in chunks}) == 1, f"{key!r} changes within a stream"
     if usage:
         *chunks, last = chunks
         assert last["choices"] == [], "the last chunk has the usage alone"
         answer.num_tokens = [_usage(last)]
         answer.num_prompt_tokens = last["usage"]["prompt_tokens"]
+        so_far: dict[int, int] = {}
         for chunk in chunks:
-            assert chunk["usage"] is None, "a chunk before the last has a usage"
+            assert (chunk["usage"] is not None) == (usage == "each"), "a chunk before the last"
+            if usage == "each":
+                index = chunk["choices"][0]["index"]
+                assert so_far.get(index, 0) <= _usage(chunk)
+                so_far[index] = _usage(chunk)
+        assert usage != "each" or [sum(so_far.values())] == answer.num_tokens
     else:
         assert not any(chunk.get("usage") for chunk in chunks), "nobody asked for the usage"
-    for key in ("id", "created", "model"):
-        assert len({chunk[key] for chunk in chunks}) == 1, f"{key!r} changes within a stream"
     return chunks, answer
 
 
@@ -656,7 +667,7 @@ def _chat_stream(
     content: bytes,
     num_top: int | None = None,
     *,
-    usage: bool = False,
+    usage: bool | str = False,
     read: Callable[[bytes], list[Any]] = _sse_done,
 ) -> Answer:
     chunks = read(content)
@@ -704,6 +715,7 @@ def _completion(content: bytes, num_top: int | None = None) -> Answer:
     choices = record["choices"]
     counted = sum(_completion_logprobs(choice, num_top) for choice in choices)
     _openai("Completion", record)
+    assert record["system_fingerprint"], "TGI's client needs it"
     assert record["id"].startswith("cmpl-")
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     num_tokens = _usage(record)
@@ -723,7 +735,7 @@ def _completion_stream(
     content: bytes,
     num_top: int | None = None,
     *,
-    usage: bool = False,
+    usage: bool | str = False,
     read: Callable[[bytes], list[Any]] = _sse_done,
 ) -> Answer:
     every = read(content)
@@ -747,14 +759,21 @@ def _models(content: bytes) -> Answer:
     assert record["object"] == "list"
     assert record["data"]
     for model in record["data"]:
-        _openai("Model", model)
+        _check_model(model)
     return Answer(record=record)
 
 
 def _model(content: bytes) -> Answer:
     record = json.loads(content)
-    _openai("Model", record)
+    _check_model(record)
     return Answer(record=record)
+
+
+def _check_model(record: Any) -> None:
+    """The reference's model, with vLLM's length."""
+    assert isinstance(record, dict)
+    _openai("Model", {key: value for key, value in record.items() if key != "max_model_len"})
+    assert isinstance(record["max_model_len"], int)
 
 
 def _refusal(content: bytes, kind: Any) -> Answer:
@@ -809,6 +828,7 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "chat_top_2": partial(_chat, num_top=2),
     "chat_sse": _chat_stream,
     "chat_sse_usage": partial(_chat_stream, usage=True),
+    "chat_sse_usage_each": partial(_chat_stream, usage="each"),
     "chat_sse_top_2": partial(_chat_stream, num_top=2),
     "chat_jsonlines": partial(_chat_stream, read=json_lines),
     "completion": _completion,
@@ -816,6 +836,7 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "completion_top_2": partial(_completion, num_top=2),
     "completion_sse": _completion_stream,
     "completion_sse_usage": partial(_completion_stream, usage=True),
+    "completion_sse_usage_each": partial(_completion_stream, usage="each"),
     "completion_sse_top_2": partial(_completion_stream, num_top=2),
     "completion_jsonlines": partial(_completion_stream, read=json_lines),
     "models": _models,

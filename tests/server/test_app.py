@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import signal
 import socket
@@ -33,6 +34,7 @@ from djl_python_neuronx.errors import BackendError, DeviceMemoryError, ServingEr
 from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.bodies import LONG_BODY_BYTES  # noqa: E402
+from djl_python_neuronx.server.keys import read_keys  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
@@ -41,6 +43,7 @@ from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E4
 from tests.doubles.toy_service import toy_service  # noqa: E402
 from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 from tests.processes import PATIENCE_S, held_port, wait_until  # noqa: E402
+from tests.server.raw_http import talk  # noqa: E402
 from tests.server.running import (  # noqa: E402
     CROSSING_S,
     TINY_LLAMA,
@@ -267,7 +270,7 @@ def test_info_tells_who_drafts_and_when_it_was_given_up(source: str) -> None:
         ({"presence_penalty": 0.5}, "is not supported"),
         ({"grammar": {"type": "regex", "value": "a"}}, "is not supported"),
         ({"details": True, "top_n_tokens": 2}, "deploy without option.on_device_generation"),
-        ({"logit_bias": {"5": 1.0}}, "unknown parameter"),
+        ({"logit_bias": {"5": 1.0}}, "is not supported"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -829,6 +832,81 @@ def test_one_id_for_many_requests_is_only_a_label(server: Running, backend: ToyB
     asyncio.run(all_of_them())
     odd = http.post(server.url + "/invocations", json=body([5]), headers={"x-request-id": "a b"})
     assert odd.headers["x-request-id"] != "a b"
+
+
+def test_every_answer_has_an_id_and_the_log_has_that_of_a_refusal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO), serving(api_keys=read_keys(None, "secret")) as server:
+        key = {"authorization": "Bearer secret"}
+        sent: list[tuple[str, str, Any, int]] = [
+            ("POST", "/invocations", {}, 400),
+            ("POST", "/v1/chat/completions", {"messages": []}, 400),
+            ("POST", "/generate", {"inputs": ""}, 422),
+            ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404),
+            ("GET", "/nowhere", None, 404),
+            ("GET", "/invocations", None, 405),
+            ("GET", "/v1/models", None, 200),
+            ("GET", "/ping", None, 200),
+        ]
+        for i, (method, path, payload, status) in enumerate(sent):
+            for name in ("x-request-id", "x-amzn-sagemaker-inference-id"):
+                headers = {**key, name: f"mine-{i}-{name}"}
+                found = http.request(method, server.url + path, json=payload, headers=headers)
+                assert (found.status_code, found.headers["x-request-id"]) == (status, headers[name])
+        refused = http.get(server.url + "/info", headers={"x-request-id": "keyless"})
+        assert (refused.status_code, refused.headers["x-request-id"]) == (401, "keyless")
+        ids = [http.get(server.url + "/info").headers["x-request-id"] for _ in range(3)]
+        odd = http.get(server.url + "/info", headers={"x-request-id": "a b"})
+        assert len({*ids, odd.headers["x-request-id"], ""}) == 5
+        assert b"\r\nx-request-id: r" in talk(server, b"nonsense\r\n\r\n")
+        lines = " ".join(record.getMessage() for record in caplog.records) + " "
+    for i, (*_, path, _, status) in enumerate(sent):
+        logged = f" request_id=mine-{i}-x-request-id " in lines
+        assert logged == (path != "/ping" or status >= 400)
+    assert " request_id=keyless " in lines
+
+
+def test_a_stream_is_not_buffered_by_proxies(server: Running) -> None:
+    for path, payload in (
+        ("/invocations", body([5, 6], stream=True)),
+        ("/v1/completions", {"prompt": "<5>", "stream": True}),
+    ):
+        headers = http.post(server.url + path, json=payload).headers
+        assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    assert "cache-control" not in http.post(server.url + "/invocations", json=body([5])).headers
+
+
+def test_what_the_only_model_may_be_called(server: Running) -> None:
+    """A URL as Hugging Face's client in JavaScript sends it; on TGI's routes anything."""
+    given = {"inputs": "<5>", "model": "whatever"}
+    for path in ("/", "/generate", "/generate_stream"):
+        assert http.post(server.url + path, json=given).status_code == 200
+    assert http.post(server.url + "/invocations", json=given).status_code == 404
+    for url in ("http://127.0.0.1:8080", "https://example.com/v1"):
+        chat = {"model": url, "messages": [{"role": "user", "content": "<5>"}]}
+        found = http.post(server.url + "/v1/chat/completions", json=chat)
+        assert (found.status_code, found.json().get("model")) == (200, "toy")
+        found = http.post(server.url + "/invocations", json={**given, "model": url})
+        assert found.status_code == 200
+
+
+def test_json_of_another_type(server: Running) -> None:
+    chat = b'{"messages": [{"role": "user", "content": "<5>"}]}'
+    for content_type in ("text/plain;charset=UTF-8", "application/x-www-form-urlencoded", None):
+        headers = {} if content_type is None else {"content-type": content_type}
+        for path, content in (("/v1/chat/completions", chat), ("/generate", b'{"inputs": "<5>"}')):
+            found = http.post(server.url + path, content=content, headers=headers)
+            assert found.status_code == 200, found.text
+    text = {"content-type": "text/plain"}
+    for content in (chat, b'{"inputs": "<5>"}', b' {"prompt": "<5>", "max_tokens": 3}'):
+        found = http.post(server.url + "/invocations", content=content, headers=text)
+        assert (found.status_code, "is text/plain" in found.text) == (400, True)
+    for content in (b'{"a": 1}', b"{", b"[5]", b"{" * 50_000):
+        found = http.post(server.url + "/invocations", content=content, headers=text)
+        assert found.status_code in {200, 413}, content[:9]
+    broken = http.post(server.url + "/v1/chat/completions", content=b"<5>", headers=text)
+    assert "its Content-Type is 'text/plain'" in broken.json()["error"]["message"]
 
 
 def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:

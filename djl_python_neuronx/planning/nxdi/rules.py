@@ -232,10 +232,7 @@ _SAMPLING = (
     ),
 )
 _LATER = tuple(
-    when(**{name: SET}).refuse(
-        "served with NxD Inference in a later version; leave it out, or set model_loader=tnx if transformers-neuronx "
-        "has the model"
-    )
+    when(**{name: SET}).refuse("served with NxD Inference in a later version; leave it out")
     for name in LATER
 )
 NXDI_RULES: tuple[Rule, ...] = (

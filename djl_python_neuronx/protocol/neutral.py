@@ -1,0 +1,73 @@
+"""Fields of requests that other servers have and this one has not, with the values that have no effect there.
+
+Clients send these values without a thought. Source: OpenAI's API reference, 2026-11; vllm 002032ee,
+vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, and 0.6 to 0.11, sampling_params.py;
+sglang 004c82e0, srt/entrypoints/openai/protocol.py; text-generation-inference db931fcf, router/src/lib.rs; djl-serving
+0.31, lmi_input_output_schema.md; transformers 4.57, GenerationConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+_FIELDS = """
+[] | adapter_id allowed_token_ids audio bad_words_ids begin_suppress_tokens bootstrap_host bootstrap_port
+[] | bootstrap_room cache_salt chat_template constraints custom_logit_processor data_parallel_rank
+[] | disagg_prefill_dp_rank ebnf extra_key force_words_ids grammar guided_choice guided_decoding
+[] | guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern input_ids json_schema
+[] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction
+[] | prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank sequence_bias
+[] | stop_regex structural_tag structured_outputs suppress_tokens task verbosity watermarking_config
+[] | web_search_options
+[false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
+[false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
+[false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts
+[false] | return_token_ids return_token_offsets return_tokens_as_token_ids token_healing use_audio_in_video
+[false] | use_beam_search watermark watermarking
+[true] | add_special_tokens detokenize include_reasoning return_mm_kwargs separate_reasoning skip_special_tokens
+[true] | spaces_between_special_tokens stream_reasoning use_cache
+[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff frequency_penalty min_new_tokens
+[0] | min_tokens no_repeat_ngram_size penalty_alpha presence_penalty priority routed_experts_prompt_start
+[0] | routed_experts_start_len
+[0, 1] | min_length
+[1] | best_of encoder_repetition_penalty guidance_scale length_penalty num_beam_groups num_beams num_return_sequences
+[1] | stream_interval
+[-1] | thinking_token_budget
+[[]] | bad_sequences bad_words documents functions logits_processors tools
+[{}] | custom_params ec_transfer_params extra_args extra_body images_config kv_transfer_params logit_bias
+[{}] | media_io_kwargs mm_processor_kwargs session_params vllm_xargs
+[""] | suffix
+["none"] | function_call
+["none", "auto"] | tool_choice
+["left"] | truncation_side
+[["text"]] | modalities
+[{"type": "text"}] | response_format
+"""
+"""Values, in JSON, and the fields that are accepted with them beside null. There are no tools to choose from."""
+_NO_EFFECT = (
+    "custom_labels metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "request_id rid safety_identifier service_tier session_id store tool_prompt user"
+)
+NEUTRAL: Mapping[str, Sequence[object]] = {
+    name: orjson.loads(values)
+    for values, names in (line.split(" | ") for line in _FIELDS.split("\n") if line)
+    for name in names.split()
+}
+"""Field to the values that are accepted beside null; any other is refused."""
+WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
+"""Fields that change no answer, whatever their value is."""
+
+
+def has_no_effect(name: str, value: object) -> bool:
+    """True if a field that this server lacks may be left out: its value is null or neutral."""
+    return (
+        value is None
+        or name in WITHOUT_EFFECT
+        or any(
+            # Not equality alone: False equals 0.
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in NEUTRAL.get(name, ())
+        )
+    )

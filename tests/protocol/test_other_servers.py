@@ -1,0 +1,86 @@
+"""Fields that other servers have and this one has not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from djl_python_neuronx.errors import UnsupportedParameterError
+from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
+from djl_python_neuronx.protocol.openai_chat import ChatParameters
+from djl_python_neuronx.protocol.openai_completions import CompletionParameters
+from djl_python_neuronx.protocol.text_generation import Parameters
+from tests.protocol.other_servers import CHAT, COMPLETIONS, GENERATE
+from tests.protocol.parsing import parse
+
+
+def chat(fields: Mapping[str, Any]) -> None:
+    parse({"messages": [{"role": "user", "content": "<5>"}], **fields}, path="/v1/chat/completions")
+
+
+def complete(fields: Mapping[str, Any]) -> None:
+    parse({"prompt": "<5>", **fields}, path="/v1/completions")
+
+
+def generate(fields: Mapping[str, Any]) -> None:
+    for path in ("/generate", "/invocations"):
+        parse({"inputs": "<5>", "parameters": fields}, path=path)
+
+
+ROUTES = pytest.mark.parametrize(
+    ("send", "servers", "model"),
+    [
+        (chat, CHAT, ChatParameters),
+        (complete, COMPLETIONS, CompletionParameters),
+        (generate, GENERATE, Parameters),
+    ],
+)
+OTHERS = (None, False, True, -1, 0, 1, 0.5, "", "x", "none", [], ["x"], {}, {"type": "json_object"})
+
+
+@ROUTES
+def test_values_without_effect_are_accepted(send: Any, servers: Any, model: Any) -> None:
+    failed = []
+    for source, fields in servers.items():
+        for one in (fields, *({name: value} for name, value in fields.items())):
+            try:
+                send(one)
+            except Exception as error:  # noqa: BLE001, PERF203
+                failed.append((source, str(error)))
+    assert not failed
+
+
+@ROUTES
+def test_all_other_values_are_refused_by_name(send: Any, servers: Any, model: Any) -> None:
+    def same(one: object, other: object) -> bool:
+        return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+    neutral: dict[str, list[Any]] = {}
+    for fields in servers.values():
+        for name, value in fields.items():
+            if name not in model.model_fields and name not in WITHOUT_EFFECT:
+                neutral.setdefault(name, [None]).append(value)
+    assert len(neutral) > 10
+    passed = []
+    for name, values in neutral.items():
+        for other in OTHERS:
+            if any(same(other, value) for value in (*values, *NEUTRAL[name])):
+                continue
+            with pytest.raises(
+                UnsupportedParameterError, match=f"{name!r} is not supported"
+            ) as caught:
+                send({name: other})
+            assert caught.value.param == name
+            passed.append(name)
+    assert set(passed) == set(neutral)
+
+
+def test_the_table_has_no_field_that_no_server_has() -> None:
+    tables = [fields for servers in (CHAT, COMPLETIONS, GENERATE) for fields in servers.values()]
+    known = {name for fields in tables for name in fields}
+    assert {*NEUTRAL, *WITHOUT_EFFECT} <= known
+    declared = json.dumps(sorted(map(str, known)))
+    assert all(f'"{name}"' in declared for name in NEUTRAL)
