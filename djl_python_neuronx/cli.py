@@ -118,6 +118,14 @@ def _add_serve(commands: Commands) -> None:
         help="seconds that running requests have to end at shutdown (default %(default)g); the process ends at most 2 "
         "seconds later, within the 30 of SageMaker and Kubernetes",
     )
+    command.add_argument(
+        "--exit-on-error",
+        type=_flag,
+        default=True,
+        metavar="{true,false}",
+        help="false: of several models one that cannot be loaded answers 503 with the reason, and the others are "
+        "served (default true: the process ends)",
+    )
     tls = command.add_argument_group("TLS", "Flags of uvicorn; files in PEM format.")
     for flag, metavar, text in (
         ("certfile", "FILE", "certificate; with it the server speaks TLS"),
@@ -285,15 +293,16 @@ def _serve(arguments: argparse.Namespace) -> int:
         loads[Model(redacted(target), options)] = partial(_load, model_dir, overrides, not several)
     api_keys = read_keys(options.api_key_file, variable)
 
-    def prepare() -> Sequence[Sequence[str]]:
+    def prepare() -> Sequence[Sequence[str] | ServingError]:
         keys = read_keys(options.api_key_file, variable)
-        placed: Sequence[Sequence[str]] = [()]
+        placed: Sequence[Sequence[str] | ServingError] = [()]
         if several:
             placement = check_all(
                 arguments.models, environ=environment(), overrides=given, purpose=Purpose.SERVE
             )
-            placement.raise_errors()
-            placed = placement.placed
+            if arguments.exit_on_error:
+                placement.raise_errors()
+            placed = placement.without_broken()
         api_keys[:] = keys
         return placed
 
@@ -303,6 +312,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         port=arguments.port or _port_from_environment(),
         drain_s=arguments.drain,
         prepare=prepare,
+        exit_on_error=arguments.exit_on_error,
         tls=tls,
         api_keys=api_keys,
     )
@@ -425,6 +435,13 @@ def _pair(text: str) -> tuple[str, str]:
         msg = f"{text!r} is not NAME=VALUE; for example -o max_rolling_batch_size=8"
         raise argparse.ArgumentTypeError(msg)
     return name.strip().removeprefix("option."), value
+
+
+def _flag(text: str) -> bool:
+    if text not in {"true", "false"}:
+        msg = f"{text!r} is not true or false"
+        raise argparse.ArgumentTypeError(msg)
+    return text == "true"
 
 
 def _seconds(text: str) -> float:

@@ -186,6 +186,33 @@ def test_problems_of_several_folders_are_told_together(serve_several, tmp_path, 
         assert words in told
 
 
+def test_the_models_without_problems_may_be_served(serve_several, tmp_path):
+    from djl_python_neuronx.errors import ServingError
+
+    one = folder_of(tmp_path / "one", "option.n_positions=many")
+    two = folder_of(tmp_path / "two", "option.replicas=2")
+    assert serve_several(one, str(tmp_path / "three"), "--exit-on-error=false")[0] == 1
+    seen = []
+
+    def see(loads, *, prepare, exit_on_error, **_):
+        seen.extend([exit_on_error, *prepare()])
+        return 0
+
+    import djl_python_neuronx.server.process as process
+
+    process.serve, before = see, process.serve
+    try:
+        arguments = ["serve", one, two, "--exit-on-error=false", "-o", "model_loader=cpu"]
+        assert cli.main(arguments) == 0
+    finally:
+        process.serve = before
+    exit_on_error, of_one, of_two = seen
+    assert exit_on_error is False
+    assert isinstance(of_one, ServingError)
+    assert "'many'" in str(of_one)
+    assert of_two == ("", "")
+
+
 def test_keys_are_read_again_with_the_models(serve_several, tmp_path, monkeypatch):
     from djl_python_neuronx.server import process as app
     from djl_python_neuronx.server.keys import read_keys

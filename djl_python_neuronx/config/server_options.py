@@ -63,6 +63,9 @@ class ServerOptions(OptionGroup):
     cloudwatch_namespace: Annotated[Namespace | None, _OPERATOR] = None
     """Log the metrics once a minute as a line from which CloudWatch Logs makes metrics below this namespace
     (docs/metrics.md)."""
+    ping: Annotated[Literal["any", "all"], Lower, Option()] = "any"
+    """Condition for 200 of `/ping` and `/health` with several models, once none is loading: `any` of them takes
+    requests, or `all` do."""
     admin_port: Annotated[Port | None, _OPERATOR] = None
     """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
     `/info` are then 404 on the first port."""

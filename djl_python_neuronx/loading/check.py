@@ -71,6 +71,15 @@ class Report:
         return not self.findings.errors
 
     @property
+    def error(self) -> ServingError | None:
+        """Its errors as one."""
+        try:
+            self.findings.raise_errors()
+        except ServingError as error:
+            return error
+        return None
+
+    @property
     def loadable(self) -> bool:
         """True if this version could load the model like this, from the files that are here."""
         return self.ok and self.prepared is not None and not self.lacking
@@ -114,6 +123,20 @@ class Placement:
         together.include(self.findings, "", ())
         together.raise_errors()
 
+    def without_broken(self) -> tuple[tuple[str, ...] | ServingError, ...]:
+        """For each model the cores of each copy, as if those with errors were not there, or its error.
+
+        Raises:
+            ServingError: the others cannot be placed together, or there are none.
+        """
+        sound = tuple(report for report in self.reports if report.ok)
+        if not sound:
+            self.raise_errors()
+        together = _together(sound, several=True)
+        together.raise_errors()
+        cores = iter(together.placed)
+        return tuple(report.error or next(cores) for report in self.reports)
+
 
 def check_all(
     targets: Sequence[str | None],
@@ -130,6 +153,11 @@ def check_all(
     several = len(targets) > 1
     checked = partial(check, environ=environ, overrides=overrides, machine=machine)
     reports = tuple(checked(one, among_others=several, purpose=purpose) for one in targets)
+    return _together(reports, several=several)
+
+
+def _together(reports: tuple[Report, ...], *, several: bool) -> Placement:
+    """Judge models together, and place them if there is no error."""
     found = Placement(reports, Problems() if several else reports[0].findings)
     for conflict in _conflicts(reports) if several else ():
         found.findings.add("error", conflict)

@@ -128,9 +128,10 @@ class Application:
 
     @answers(Health)
     async def ping(self, _request: Request) -> Response:
-        """200 if all models have been loaded and one takes requests; 503 also while its engine is started again."""
-        loading = any(model.service is None for model in self.models)
-        if loading or all(model.problem for model in self.models):
+        """200 if no model is loading, and one or all (`option.ping`) take requests; 503 also in an engine's restart."""
+        loading = any(model.service is None and model.failure is None for model in self.models)
+        broken = any if self.options.ping == "all" else all
+        if self.failure or loading or broken(model.problem for model in self.models):
             raise BackendUnavailableError(_listed(self.models))
         body: dict[str, Any] = {"status": "healthy"}
         if len(self.models) > 1:

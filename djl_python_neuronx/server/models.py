@@ -180,17 +180,21 @@ class Loader:
     def __init__(
         self,
         loads: Mapping[Model, Load],
-        prepare: Callable[[], Sequence[Sequence[str]]],
+        prepare: Callable[[], Sequence[Sequence[str] | ServingError]],
         on_ready: Callable[[Model], None],
         on_failure: Callable[[ServingError], None],
+        *,
+        exit_on_error: bool = True,
     ) -> None:
         """Start nothing.
 
         Args:
             loads: the models, each with what loads it.
-            prepare: judges all of them together before they are loaded. Returns `placed` of each, see `Load`.
+            prepare: judges all of them together before they are loaded. Returns `placed` of each, see `Load`, or the
+                error of one that cannot be loaded.
             on_ready: called when a model has been loaded.
-            on_failure: called when the first load fails, and when no model is left.
+            on_failure: called when no model is left, and with `exit_on_error` when a first load fails.
+            exit_on_error: False: go on with the models that can be loaded.
         """
         self._loads = {
             model: partial(
@@ -200,6 +204,7 @@ class Loader:
         }
         self._prepare = prepare
         self._on_ready, self._on_failure = on_ready, on_failure
+        self._exit_on_error = exit_on_error
         self._wanted = SimpleQueue[bool]()
         """True for each reload; False at the end."""
         self.thread = threading.Thread(target=self._run, name="djl-neuronx-load", daemon=True)
@@ -228,7 +233,8 @@ class Loader:
             thread.start()
         for thread in threads:
             thread.join()
-        if any(model.service is None for model in self._loads):
+        missing = [model for model in self._loads if model.service is None]
+        if len(missing) == len(self._loads) or (missing and self._exit_on_error):
             return
         from djl_python_neuronx.service import freeze_heap
 
@@ -240,9 +246,11 @@ class Loader:
             self._reload_all()
             freeze_heap()
 
-    def _load(self, model: Model, cores: Sequence[str]) -> None:
+    def _load(self, model: Model, cores: Sequence[str] | ServingError) -> None:
         try:
-            model.service = self._loads[model](placed=cores)
+            model.service = self._loads[model](placed=_usable(cores))
+            if model.failure is not _STOPPED:
+                model.failure = None
         except BaseException as error:  # noqa: BLE001  (see `_run`)
             failure = log_load_failure(error, f"load_failed model={model.names[0]}")
             self._give_up(model, failure)
@@ -250,11 +258,15 @@ class Loader:
             self._on_ready(model)
 
     def _give_up(self, model: Model, error: ServingError) -> None:
-        """Go on without a model, or end if it is the last one or was never loaded."""
+        """Go on without a model, or end if it is the last one, or was never loaded and that is an end."""
         if len(model.services) > 1 or model.failure is _STOPPED:
             return  # the end of a reload is judged below; at a stop engines end
         model.failure = error
-        if model.service is None or all(one.failure for one in self._loads):
+        first = model.service is None and self._exit_on_error
+        if first and len(self._loads) > 1:
+            fix = "mend or leave it out, or serve the others with --exit-on-error=false"
+            logger.error("server_ends model=%s cannot be loaded; %s", model.names[0], fix)
+        if first or all(one.failure for one in self._loads):
             self._on_failure(error)
 
     def _reload_all(self) -> None:
@@ -264,16 +276,28 @@ class Loader:
         except BaseException as error:  # noqa: BLE001  (see `_run`)
             log_load_failure(error, "reload_failed: all models are served as before;")
             return
-        for (model, load), cores in zip(self._loads.items(), placed, strict=True):
-            name = model.names[0]
-            try:
-                model.reload(partial(load, placed=cores))
-            except BaseException as error:  # noqa: BLE001  (see `_run`)
-                if model.failure is _STOPPED:
-                    return
-                log_load_failure(error, f"reload_failed model={name}: it is served as before;")
-            else:
-                logger.info("reloaded model=%s", name)
-            for service in model.services:
-                if service.loop.error is not None:
-                    self._give_up(model, service.loop.error)
+        for model, cores in zip(self._loads, placed, strict=True):
+            if model.service is None:
+                self._load(model, cores)
+            elif model.failure is not _STOPPED:
+                self._reload(model, cores)
+
+    def _reload(self, model: Model, cores: Sequence[str] | ServingError) -> None:
+        name = model.names[0]
+        try:
+            model.reload(partial(self._loads[model], placed=_usable(cores)))
+        except BaseException as error:  # noqa: BLE001  (see `_run`)
+            if model.failure is _STOPPED:
+                return
+            log_load_failure(error, f"reload_failed model={name}: it is served as before;")
+        else:
+            logger.info("reloaded model=%s", name)
+        for service in model.services:
+            if service.loop.error is not None:
+                self._give_up(model, service.loop.error)
+
+
+def _usable(placed: Sequence[str] | ServingError) -> Sequence[str]:
+    if isinstance(placed, ServingError):
+        raise placed
+    return placed

@@ -26,6 +26,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol.base import Threads
 from djl_python_neuronx.server.app import Application, create_app
 from djl_python_neuronx.server.http import (
@@ -221,7 +222,8 @@ def serve(
     host: str,
     port: int,
     drain_s: float,
-    prepare: Callable[[], Sequence[Sequence[str]]],
+    prepare: Callable[[], Sequence[Sequence[str] | ServingError]],
+    exit_on_error: bool,
     tls: ssl.SSLContext | None = None,
     api_keys: Sequence[bytes] = (),
 ) -> int:
@@ -238,7 +240,7 @@ def serve(
         url = f"{scheme}://{host}:{port}/invocations"
         logger.info("ready url=%s model=%s api_keys=%d", url, model.names[0], len(api_keys))
 
-    loader = Loader(loads, prepare, log_ready, application.fail)
+    loader = Loader(loads, prepare, log_ready, application.fail, exit_on_error=exit_on_error)
     for number in (signal.SIGTERM, signal.SIGINT):  # also before and after uvicorn handles them
         signal.signal(number, server.handle_exit)
     signal.signal(signal.SIGHUP, lambda *_: loader.reload())

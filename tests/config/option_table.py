@@ -310,6 +310,7 @@ SERVER = {
         ("a.test", "https://a.test/", "https://*.a.test", "https://u@a.test", "", "true", 7),
     ),
     "access_log": choice("text", "json", "off"),
+    "ping": choice("any", "all"),
     "cloudwatch_namespace": Row(
         (("djl-neuronx/chat", "djl-neuronx/chat"), (" My Models #1 ", "My Models #1"), *NONE),
         (":a", 'a"b', "a" * 256, *TEXT_BAD),

@@ -198,7 +198,7 @@ def test_a_model_with_the_name_that_a_client_sends_for_none_can_be_named() -> No
     pair.close()
 
 
-@pytest.mark.parametrize("failing", ["Threads", "CustomFormatters"])
+@pytest.mark.parametrize("failing", ["Threads", "custom.CustomFormatters"])
 def test_a_service_that_cannot_be_made_frees_its_engine_and_its_tokenizer(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_service_that_cannot_be_made_frees_its_engine_and_its_tokenizer(
         msg = "can't start new thread"
         raise RuntimeError(msg)
 
-    monkeypatch.setattr(service_module, failing, refuse)
+    monkeypatch.setattr(f"{service_module.__name__}.{failing}", refuse)
     monkeypatch.setattr(ToyTokenizer, "close", lambda self: closed.append(self))
     with pytest.raises(RuntimeError, match="new thread"):
         toy_service(make, functions={"input_formatter": print})
@@ -237,17 +237,19 @@ def test_each_model_has_its_own_limit_of_a_body() -> None:
 class Loads:
     """A loader of a pair, whose loads a test holds."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, **how: Any) -> None:
         self.pair = pair
         self.go_on = {name: threading.Event() for name in NAMES}
         self.failures: list[BaseException] = []
         self.placed: list[Any] = []
+        self.found: list[Any] = [("0",), ("1",)]
+        """The answer of `prepare`."""
         loads = {model: partial(self._load, name) for name, model in pair.models.items()}
-        self.loader = Loader(loads, self.prepare, lambda _: None, pair.application.fail)
+        self.loader = Loader(loads, self.prepare, lambda _: None, pair.application.fail, **how)
         self.loader.thread.start()
 
-    def prepare(self) -> list[tuple[str, ...]]:
-        return [("0",), ("1",)]
+    def prepare(self) -> list[Any]:
+        return self.found
 
     def _load(self, name: str, stage: Any, on_death: Any, **more: Any) -> Service:
         self.placed.append((name, more["placed"]))
@@ -300,6 +302,47 @@ def test_a_first_load_that_fails_ends_the_server_and_names_its_model(
     wait_until(lambda: pair.stopped)
     assert "weights are missing" in str(pair.application.failure)
     assert "load_failed model=b code=backend_error" in caplog.text
+    assert "server_ends model=b cannot be loaded" in caplog.text
+    loads.end()
+
+
+@pytest.mark.parametrize("broken", ["plan", "load"])
+@pytest.mark.parametrize("wanted", ["any", "all"])
+def test_a_broken_model_may_leave_the_others_in_service(broken: str, wanted: str) -> None:
+    """Until a reload mends it."""
+    pair = Pair(a={"ping": wanted}, b={"ping": wanted})
+    loads = Loads(pair, exit_on_error=False)
+    if broken == "plan":
+        loads.found[1] = BackendError("weights are missing")
+    loads.go_on["a"].set()
+    wait_until(lambda: pair.models["a"].service is not None)
+    loads.failures.append(BackendError("weights are missing"))
+    loads.go_on["b"].set()
+    wait_until(lambda: pair.models["b"].failure is not None)
+    assert pair.post("/predictions/a", body([5, 6])).status_code == 200
+    refused = pair.post("/predictions/b", body([5, 6]))
+    assert (refused.status_code, "weights are missing" in refused.text) == (503, True)
+    found = http.get(pair.url + "/ping")
+    assert found.status_code == (200 if wanted == "any" else 503)
+    assert "weights are missing" in found.text
+    loads.failures.clear()
+    loads.found[1] = ("1",)
+    loads.loader.reload()
+    wait_until(lambda: pair.models["b"].service is not None and not pair.models["b"].failure)
+    assert pair.post("/predictions/b", body([5, 6])).status_code == 200
+    assert http.get(pair.url + "/ping").status_code == 200
+    assert not pair.stopped
+    loads.end()
+
+
+def test_a_server_without_any_model_ends() -> None:
+    pair = Pair()
+    loads = Loads(pair, exit_on_error=False)
+    loads.failures.append(BackendError("weights are missing"))
+    for event in loads.go_on.values():
+        event.set()
+    wait_until(lambda: pair.stopped)
+    assert "weights are missing" in str(pair.application.failure)
     loads.end()
 
 
