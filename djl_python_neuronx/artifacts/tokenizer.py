@@ -334,9 +334,10 @@ class PythonTokenizer(TokenTable):
         return text
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        own = {"messages", *self.library.special_tokens_map}
-        if variables:
-            own |= signature(self.library.apply_chat_template).parameters.keys()
+        if not variables:
+            return
+        arguments = signature(self.library.apply_chat_template).parameters
+        own = {"messages", *self.library.special_tokens_map, *arguments}
         for name in own.intersection(variables):
             msg = f"chat_template_kwargs has {name!r}, which the server sets itself; leave it out"
             raise RequestError(msg, param=f"chat_template_kwargs.{name}")

@@ -1376,6 +1376,13 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
             "Jinja, and every chat request fails: line 1: Exp",
         ),
         ("{{ 'a' * 10**7 }}", None, (), "warnings", "template has 10000000 characters, more than"),
+        (
+            "{{ messages | length }}",
+            None,
+            ("-o", 'chat_template_kwargs={"tools": []}'),
+            "warnings",
+            "chat_template_kwargs has 'tools', which the server sets itself",
+        ),
         (None, "{", (), "errors", "cannot be loaded"),
         (ENDLESS, "{", ("-o", "trust_remote_code=true"), None, ""),
     ],

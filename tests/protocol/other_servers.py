@@ -252,6 +252,20 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "stop": None,
     },
 }
+TOKENIZE: dict[str, dict[str, Any]] = {
+    "vllm 030ea52e, vllm/entrypoints/serve/tokenize/protocol.py, TokenizeChatRequest": {
+        "model": None,
+        "add_generation_prompt": True,
+        "return_token_strs": False,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "chat_template": None,
+        "chat_template_kwargs": {},
+        "media_io_kwargs": {},
+        "mm_processor_kwargs": {},
+        "tools": [],
+    },
+}
 GENERATE: dict[str, dict[str, Any]] = {
     "text-generation-inference db931fcf, router/src/lib.rs, GenerateParameters": {
         "best_of": 1,
