@@ -25,7 +25,6 @@ from pydantic import (
     Field,
     ValidationError,
     computed_field,
-    model_validator,
 )
 
 from djl_python_neuronx import links
@@ -65,7 +64,7 @@ class CompileFacts(BaseModel):
     """Everything that compiled files depend on: with equal facts one compile can replace the other.
 
     Raises:
-        ValueError: an option's value is not JSON's, or its name is that of another fact.
+        ValueError: an option's value is not JSON's.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -82,13 +81,6 @@ class CompileFacts(BaseModel):
     """Part of the key, and no difference: the files are the same, but a model is not to be compared with what it was
     compiled for as another one's draft."""
 
-    @model_validator(mode="after")
-    def _no_double_names(self) -> CompileFacts:
-        if taken := set(self.graph_options) & set(_FACTS):
-            msg = f"graph options cannot be named {some(sorted(taken))}: facts have these names"
-            raise ValueError(msg)
-        return self
-
     @property
     def key(self) -> str:
         """32 hexadecimal digits that name these facts."""
@@ -97,8 +89,8 @@ class CompileFacts(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def flat(self) -> dict[str, object]:
-        """Every fact but the role by its name; options by theirs, a table's as `table.name`."""
-        return {**{name: getattr(self, name) for name in _FACTS}, **_flatten(self.graph_options)}
+        """Every fact but the role by its name; options by theirs, a table's as `table.name`. No option has a fact's."""
+        return {**_flatten(self.graph_options), **{name: getattr(self, name) for name in _FACTS}}
 
 
 class _Absent:

@@ -10,7 +10,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +41,6 @@ _BROKEN = (
 )
 
 
-class _StoppedError(Exception):
-    """Another thread has failed."""
-
-
 @dataclass
 class Download:
     """Downloads pieces of the objects of one folder into a `PartialFolder`."""
@@ -70,17 +67,12 @@ class Download:
                 self._stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
         for future in futures:
-            error = None if future.cancelled() else future.exception()
-            if error is not None and not isinstance(error, _StoppedError):
-                raise error
+            with suppress(CancelledError):
+                future.result()
 
     def _fetch(self, piece: Piece) -> None:
-        try:
-            with self.into.open(piece.file) as descriptor:
-                self._fill(piece, descriptor)
-        except BaseException:
-            self._stop.set()
-            raise
+        with self.into.open(piece.file) as descriptor:
+            self._fill(piece, descriptor)
         self.into.record(piece)
 
     def _fill(self, piece: Piece, descriptor: int) -> None:
@@ -132,8 +124,8 @@ class Download:
                 )
                 raise ArtifactAccessError(msg)
             while chunk := body.read(_READ_BYTES):
-                if self._stop.is_set():
-                    raise _StoppedError
+                if self._stop.is_set():  # another thread has failed
+                    raise CancelledError
                 at += len(chunk)
                 if at > piece.end:
                     raise RemoteChangedError(piece.file.name)
@@ -143,7 +135,7 @@ class Download:
 
     def _get(self, file: RemoteFile, more: Mapping[str, str]) -> dict[str, Any]:
         if self._stop.is_set():
-            raise _StoppedError
+            raise CancelledError
         try:
             response: dict[str, Any] = self.client.get_object(
                 Bucket=self.bucket,
