@@ -23,9 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec
+from importlib import import_module, machinery, util
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
@@ -33,8 +31,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from djl_python_neuronx.config import own_code
-from djl_python_neuronx.config.own_code import KINDS, READS, WRITES
+from djl_python_neuronx.config.own_code import FILE_NAME, KINDS, READS, WRITES, formatters
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -246,15 +243,15 @@ def load(folder: Path) -> dict[str, _Function]:
     Raises:
         ArtifactError: it cannot be read or imported.
     """
-    path = folder / own_code.FILE_NAME
+    path = folder / FILE_NAME
     try:
-        if not own_code.formatters(folder):
+        if not formatters(folder):
             return {}
         sys.path.append(str(folder))  # as under DJL Serving: it may import what lies beside it
-        if "djl_python" not in sys.modules and find_spec("djl_python") is None:
+        if "djl_python" not in sys.modules and util.find_spec("djl_python") is None:
             _stand_in()
         module = sys.modules[_MODULE] = ModuleType(_MODULE)
-        SourceFileLoader(_MODULE, str(path)).exec_module(module)
+        machinery.SourceFileLoader(_MODULE, str(path)).exec_module(module)
         found = [one for one in vars(module).values() if callable(one)]
         functions = {kind: one for kind in KINDS for one in found if hasattr(one, f"is_{kind}")}
         if _takes_tokens(functions.get(WRITES)):
