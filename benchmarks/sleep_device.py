@@ -29,7 +29,7 @@ import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from djl_python_neuronx import backends, cli, handler
-from djl_python_neuronx.backends.base import HostLogits, Int32Array, Rows, Step, Want
+from djl_python_neuronx.backends.base import Int32Array, Rows, Step, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.sim.backend import SimBackend
 
@@ -121,8 +121,8 @@ def prefill(backend: SimBackend, ids: Int32Array) -> Int32Array:
 def best(backend: SimBackend, step: Step) -> Int32Array:
     """Run a step. Returns int32[B, 1]: the best next tokens."""
     output = backend.run(step)
-    assert isinstance(output, HostLogits)
-    return output.values.argmax(axis=2).astype(np.int32)
+    assert output.logits is not None
+    return output.logits.argmax(axis=2).astype(np.int32)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Flag
-from typing import Literal, Protocol, Union
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -153,28 +153,18 @@ class Step:
 
 
 @dataclass
-class HostLogits:
-    """Logits to sample on the host. The array is the caller's: the backend never writes it again."""
+class StepOutput:
+    """The output of a step: logits to sample on the host, tokens that the device sampled, or both.
 
-    values: Float32Array
-    """float32[B, K, V], writable, C-contiguous; K == 1 unless ALL_LOGITS was wanted."""
+    The arrays are the caller's: the backend never writes them again.
+    """
+
+    logits: Float32Array | None = None
+    """float32[B, K, V], writable, C-contiguous; K == 1 unless ALL_LOGITS was wanted. None only beside `ids`."""
+    ids: Int32Array | None = None
+    """int32[B, K]; -1: none. None if the host samples all rows."""
     num_reprefilled: int = 0
     """Tokens that the step prefilled again although they had been in the cache (static batching)."""
-
-
-@dataclass
-class DeviceTokens:
-    """Tokens that the device sampled."""
-
-    ids: Int32Array
-    """int32[B, K]; -1: none."""
-    num_reprefilled: int = 0
-    """As in `HostLogits`."""
-    logits: Float32Array | None = None
-    """float32[B, 1, V] as in `HostLogits`, if LOGITS were wanted besides TOKENS."""
-
-
-StepOutput = Union[HostLogits, DeviceTokens]
 
 
 class Backend(Protocol):

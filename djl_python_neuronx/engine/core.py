@@ -11,9 +11,7 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import (
     Backend,
-    DeviceTokens,
     Float32Array,
-    HostLogits,
     Int32Array,
     Step,
     StepOutput,
@@ -44,6 +42,7 @@ from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
 logger = logging.getLogger(__name__)
 
 _DEVICE_FAULTS = (StepError, DeviceMemoryError)
+_NO_LOGITS: Float32Array = np.empty(0, np.float32)
 
 
 class StepResult(NamedTuple):
@@ -222,11 +221,10 @@ class Engine:
         output, info = self.runner.run(step)
         sampled = batch.sampled
         token_ids, place = self._sample(step, output, info.rows, sampled)
-        logits = output.values if isinstance(output, HostLogits) else output.logits
         info = info._replace(
             place=place if sampled else None, draft_s=proposal.seconds, draft_error=proposal.error
         )
-        return _Output(sampled, token_ids, logits, info)
+        return _Output(sampled, token_ids, output.logits, info)
 
     def _sample(
         self, step: Step, output: StepOutput, count: int, sampled: list[tuple[int, Sequence]]
@@ -237,21 +235,21 @@ class Engine:
             StepError: the output has another shape than the step wanted.
         """
         parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        if isinstance(output, DeviceTokens):
+        logits = _NO_LOGITS if output.logits is None else output.logits
+        if output.ids is not None:
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
             if not any(Want.LOGITS in part.wants for part in parts):
                 return output.ids, "device"
             rows = [row for row, sequence in sampled if sequence.on_host]
             tokens = output.ids.copy()
-            logits = np.empty(0, np.float32) if output.logits is None else output.logits
         elif parts[0].wants == Want.LOGITS and len(sampled) == count == len(parts[0].slots):
             # Of a steady decode nothing is copied.
             slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
-            require_shape(output.values.shape, (count, 1, self.spec.vocab_size))
-            return self._sampler.sample(output.values[:, 0], slots, positions)[:, None], "host"
+            require_shape(logits.shape, (count, 1, self.spec.vocab_size))
+            return self._sampler.sample(logits[:, 0], slots, positions)[:, None], "host"
         else:
             rows = [row for row, _ in sampled]
-            tokens, logits = np.full((count, 1), -1, np.int32), output.values
+            tokens = np.full((count, 1), -1, np.int32)
         if parts[-1].wants == Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(logits.shape[1], int(parts[-1].lens.max()))

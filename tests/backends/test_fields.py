@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import Backend, Float32Array, HostLogits, Step  # noqa: E402
+from djl_python_neuronx.backends.base import Backend, Float32Array, Step, StepOutput  # noqa: E402
 from djl_python_neuronx.backends.nxdi import model as nxdi  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan  # noqa: E402
 from djl_python_neuronx.config.options import ServingOptions  # noqa: E402
@@ -240,14 +240,14 @@ class OnCpu:
     def acquire(self, *_request: object) -> None:
         """Nothing to do: the one sequence has the one slot."""
 
-    def run(self, step: Step) -> HostLogits:
+    def run(self, step: Step) -> StepOutput:
         rows = step.prefill or step.decode
         assert rows is not None
         ids = torch.tensor(rows.input_ids)
         positions = torch.tensor(rows.starts)[:, None] + torch.arange(ids.shape[1])
         with torch.inference_mode():
             output = self.application(ids, position_ids=positions, sampling_params=torch.ones(1, 3))
-        return HostLogits(output.logits.float().numpy())
+        return StepOutput(output.logits.float().numpy())
 
     def close(self) -> None:
         importlib.import_module(

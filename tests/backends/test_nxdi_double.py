@@ -237,7 +237,7 @@ def test_a_static_decode_is_one_call_until_a_prefill_fails(folder: Path, made: l
             output: Any = backend.run(Step(decode=make_rows({0: [9]}, {0: start})))
             assert [tag for tag, *_ in calls[before:]] == tags
             seen = np.array([5, 6, 7, *[9] * (start - 2)])
-            assert (output.values[0, 0] == nxdi_double.toy_logits(seen, VOCAB_SIZE)).all()
+            assert (output.logits[0, 0] == nxdi_double.toy_logits(seen, VOCAB_SIZE)).all()
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -399,7 +399,7 @@ def tokens_of(backend: Any, slot: int, prompt: list[int], fed: list[int]) -> lis
     found = []
     for step in steps:
         output = backend.run(step)
-        best = output.values.argmax(axis=2) if wants == Want.LOGITS else output.ids
+        best = output.logits.argmax(axis=2) if wants == Want.LOGITS else output.ids
         found += best.ravel().tolist()
     backend.release([slot])
     return found
@@ -451,7 +451,7 @@ def test_a_static_neighbour_outlives_a_slot_that_is_cleared(
         assert len(made[-1].calls) > calls
         output: Any = backend.run(Step(decode=make_rows({0: [3]}, {0: 2})))
         wanted = nxdi_double.toy_logits(np.array([8, 9, 3]), VOCAB_SIZE)
-        assert (output.values[0, 0] == wanted).all()
+        assert (output.logits[0, 0] == wanted).all()
 
 
 def test_a_slot_in_doubt_costs_few_calls(

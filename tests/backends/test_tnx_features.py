@@ -163,7 +163,7 @@ def test_rounding_changes_logits_little(
             wanted = model(torch.tensor([ids])).logits[0, -1].numpy()
         rows = driver.next_rows()
         rows.input_ids[0, 0] = text.tokens[i]
-        found = backend.run(Step(decode=rows)).values[0, 0]
+        found = backend.run(Step(decode=rows)).logits[0, 0]
         driver.live[2].add(found)
         worst = max(worst, float(np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()))
     assert 0 < worst < share

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the tnx backend needs torch")
 import numpy as np  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
-from djl_python_neuronx.backends.base import DeviceTokens, Step, Want  # noqa: E402
+from djl_python_neuronx.backends.base import Step, Want  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
@@ -99,7 +99,7 @@ def test_so_it_does_where_the_device_samples(tmp_path: Path) -> None:
         for _ in range(8):
             rows = make_rows(ids, starts, Want.TOKENS)
             output = backend.run(Step(decode=rows) if found else Step(prefill=rows))
-            assert isinstance(output, DeviceTokens)
+            assert output.ids is not None
             found.append(int(output.ids[0, 0]))
             starts = {slot: starts[slot] + len(ids[slot]) for slot in ids}
             ids = {slot: [found[-1]] for slot in ids}

@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from djl_python_neuronx.backends.base import (
-    DeviceTokens,
     Float32Array,
-    HostLogits,
     ModelSpec,
     PartKind,
     Rows,
@@ -201,11 +199,11 @@ class ToyBackend:
 
     def _answer(self, logits: Float32Array, wants: Want) -> StepOutput:
         if not wants:
-            return HostLogits(logits[:, :0])
+            return StepOutput(logits[:, :0])
         if Want.TOKENS not in wants:
-            return HostLogits(logits)
+            return StepOutput(logits)
         ids = (logits.argmax(axis=2).astype(np.int32) + self.device_adds) % self.spec.vocab_size
-        return DeviceTokens(ids, logits=logits if Want.LOGITS in wants else None)
+        return StepOutput(logits if Want.LOGITS in wants else None, ids)
 
     def _wait(self, number: int, seconds: float) -> None:
         if seconds:

@@ -333,7 +333,7 @@ def test_logits_that_are_not_numbers_fail_their_row_only() -> None:
             [(_, rows)] = step.parts
             for row, slot in enumerate(rows.slots.tolist()):
                 if slot == 1 and self.num_steps > 6:
-                    output.values[row] = np.nan  # type: ignore[union-attr]
+                    output.logits[row] = np.nan  # type: ignore[union-attr]
             return output
 
     backend = Sick()
@@ -656,7 +656,7 @@ def test_a_backend_that_loses_a_row_fails_the_step_and_not_the_engine() -> None:
         def run(self, step: object) -> object:  # type: ignore[override]
             output = super().run(step)  # type: ignore[arg-type]
             if self.num_steps == 4:
-                output.values = output.values[:-1]  # type: ignore[union-attr]
+                output.logits = output.logits[:-1]  # type: ignore[union-attr]
             return output
 
     backend = Short()

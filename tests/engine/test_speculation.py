@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djl_python_neuronx.backends.base import HostLogits, Step, StepOutput, Want
+from djl_python_neuronx.backends.base import Step, StepOutput, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, Runner
 from djl_python_neuronx.engine.sampler import Sampler
@@ -71,8 +71,8 @@ class Unsure(ToyBackend):
 
     def run(self, step: Step) -> StepOutput:
         output = super().run(step)
-        if isinstance(output, HostLogits) and self.num_steps % 3 == 0:
-            return HostLogits(np.roll(output.values, 1, axis=-1))
+        if output.logits is not None and output.ids is None and self.num_steps % 3 == 0:
+            return StepOutput(np.roll(output.logits, 1, axis=-1))
         return output
 
 
@@ -299,8 +299,8 @@ def test_a_verification_of_another_shape_fails_its_step() -> None:
     class Narrow(ToyBackend):
         def run(self, step: Step) -> StepOutput:
             output = super().run(step)
-            assert isinstance(output, HostLogits)
-            return HostLogits(output.values[..., :-1]) if step.kind == "decode" else output
+            assert output.logits is not None
+            return StepOutput(output.logits[..., :-1]) if step.kind == "decode" else output
 
     engine = Engine(Narrow(SPEC), proposer=DraftModel(draft_toy()))
     engine.add(request("a", [5, 6], 20))

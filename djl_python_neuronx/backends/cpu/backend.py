@@ -13,10 +13,10 @@ import torch
 
 from djl_python_neuronx.backends.base import (
     Float32Array,
-    HostLogits,
     PartKind,
     Rows,
     Step,
+    StepOutput,
     Want,
 )
 from djl_python_neuronx.backends.cpu.checkpoint import check_version, load_checkpoint
@@ -75,12 +75,12 @@ class CpuBackend(SlotBackend):
         )
         super().__init__(spec, model)
 
-    def _run(self, step: Step) -> HostLogits:
+    def _run(self, step: Step) -> StepOutput:
         """Run a step. Padding columns of ALL_LOGITS are undefined."""
         values = [self._forward(kind, rows) for kind, rows in step.parts]
         if not values[0].shape[1] and len(values) > 1:
             values[0] = np.zeros((len(values[0]), *values[1].shape[1:]), np.float32)
-        return HostLogits(values[0] if len(values) == 1 else np.concatenate(values))
+        return StepOutput(values[0] if len(values) == 1 else np.concatenate(values))
 
     def _forward(self, kind: PartKind, rows: Rows) -> Float32Array:
         width, reach = self._shapes(kind, rows)

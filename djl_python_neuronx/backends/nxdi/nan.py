@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from djl_python_neuronx.backends.base import DeviceTokens, Int32Array, Rows, StepOutput
+from djl_python_neuronx.backends.base import Int32Array, Rows, StepOutput
 from djl_python_neuronx.backends.nxdi.calls import Calls
 from djl_python_neuronx.backends.nxdi.rows import FREE
 
@@ -39,12 +39,11 @@ class Doubts:
     def note(self, rows: Rows, ends: Int32Array | int, output: StepOutput) -> None:
         """Note what a step has shown. `ends`: int32[B], the ends of the columns that it has written, or one of all."""
         slots, written = rows.slots, rows.starts + rows.lens
-        logits = output.logits if isinstance(output, DeviceTokens) else output.values
         healthy, clean = np.zeros(slots.shape, np.bool_), written
-        if logits is not None:
+        if output.logits is not None:
             # The output layer spreads NaN over the whole vocabulary: one column is enough.
-            healthy = np.asarray(np.isfinite(logits[:, :1, 0]).any(axis=1))
-        elif isinstance(output, DeviceTokens) and output.ids.shape[1]:
+            healthy = np.asarray(np.isfinite(output.logits[:, :1, 0]).any(axis=1))
+        elif output.ids is not None and output.ids.shape[1]:
             ids, clean = output.ids[:, 0], written - 1
             healthy = (rows.starts > 0) & (ids != self._newest[slots]) & (ids >= 0)
             self._newest[slots] = ids

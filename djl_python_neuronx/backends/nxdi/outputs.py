@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from djl_python_neuronx.backends.base import (
-    DeviceTokens,
     Float32Array,
-    HostLogits,
     ModelSpec,
     Rows,
     StepOutput,
@@ -31,10 +29,10 @@ def answer(output: Any, rows: Rows, spec: ModelSpec) -> StepOutput:  # noqa: ANN
         found = of_rows(output.logits)[:, :columns, :vocab_size]
         logits = np.ascontiguousarray(found, np.float32)
         if on_host:
-            return HostLogits(logits)
+            return StepOutput(logits)
     ids = of_rows(output.tokens).reshape(len(rows.slots), -1)[:, :columns]
     if Want.LOGITS in spec.outputs:
         # One column is enough: the output layer spreads NaN over the whole vocabulary.
         ids = np.where(np.isfinite(of_rows(output.logits[:, 0, :1])), ids, -1)
     # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
-    return DeviceTokens(np.where(ids < vocab_size, ids, -1).astype(np.int32), logits=logits)
+    return StepOutput(logits, np.where(ids < vocab_size, ids, -1).astype(np.int32))

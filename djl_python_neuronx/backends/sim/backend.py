@@ -13,7 +13,6 @@ from typing_extensions import Self
 from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.backends.base import (
     Float32Array,
-    HostLogits,
     ModelSpec,
     Rows,
     Step,
@@ -85,13 +84,13 @@ class SimBackend(SlotBackend):
         """Return float32[V]: the logits of the tokens that do not come next."""
         return np.random.default_rng(seed).standard_normal(spec.vocab_size, np.float32)
 
-    def _run(self, step: Step) -> HostLogits:
+    def _run(self, step: Step) -> StepOutput:
         end_ns = self._began_ns + round(self._milliseconds(step) * 1e6)
         logits = self._model.run(step)
         time.sleep(max(0.0, (end_ns - time.monotonic_ns()) / 1e9 - _SPIN_S))
         while time.monotonic_ns() < end_ns:
             time.sleep(0)  # releases the GIL in each turn
-        return HostLogits(logits)
+        return StepOutput(logits)
 
     def _milliseconds(self, step: Step) -> float:
         times, spec, parts = self._step_ms, self.spec, step.parts

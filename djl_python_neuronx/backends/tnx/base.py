@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from djl_python_neuronx.backends.base import (
-    DeviceTokens,
-    HostLogits,
     ModelSpec,
     PartKind,
     Rows,
@@ -108,7 +106,7 @@ class TnxBackend(SlotBackend):
                 # Once sampled from NaN, a sequence repeats the same token to its end: the newest one is enough.
                 self._spoiled[rows.slots] = self._nan_token is None or ids[:, 0] == self._nan_token
             # The vocabulary is padded to a multiple of the cores; only NaN yields a token of the padding.
-            return DeviceTokens(np.where(ids < self.spec.vocab_size, ids, -1).astype(np.int32))
+            return StepOutput(ids=np.where(ids < self.spec.vocab_size, ids, -1).astype(np.int32))
         if columns:
             output = output[:, None] if output.ndim < 3 else output
             columns = output.shape[1]
@@ -123,7 +121,7 @@ class TnxBackend(SlotBackend):
         # The output layer spreads NaN over the whole vocabulary: one column is enough.
         if columns and not np.isfinite(logits[:, :, 0]).all():
             self._spoiled[rows.slots] |= ~np.isfinite(logits[:, :, 0]).all(axis=1)
-        return HostLogits(logits)
+        return StepOutput(logits)
 
 
 def joined(parts: list[Rows]) -> Rows:
