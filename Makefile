@@ -88,4 +88,4 @@ audit: $(INSTALLED) $(TOOLS_INSTALLED) ## known vulnerabilities of what the pack
 	$(BIN)/python -m tools.audit $(TOOLS)/bin/pip-audit
 
 clean: ## remove the environments
-	rm -rf dist .venv $(TOOLS) .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi
+	rm -rf dist .venv $(TOOLS) .venv-clients .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi

@@ -1,0 +1,1 @@
+"""Programs of others against the server, as their users run them."""
