@@ -31,6 +31,7 @@ TAKEN = {
     "batch_size": ("4", "max_rolling_batch_size", 4),
     "chat_template": ("{{ messages }}", "chat_template", "{{ messages }}"),
     "data_parallel_size": ("2", "replicas", 2),
+    "default_chat_template_kwargs": ('{"a": 1}', "chat_template_kwargs", {"a": 1}),
     "dtype": ("bfloat16", "dtype", "bfloat16"),
     "enable_chunked_prefill": (None, "enable_chunked_prefill", True),
     "generation_config": ("vllm", "generation_config", "vllm"),

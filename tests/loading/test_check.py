@@ -293,9 +293,9 @@ def test_what_the_backend_rules_out_is_an_error_of_check_too(tmp_path, purpose, 
 
 
 def test_a_degree_that_is_refused_is_not_said_to_be_missing(tmp_path):
-    text = "option.rolling_batch=tnx\noption.tensor_parallel_degree="
-    for degree, missing in (("auto", False), ("", True)):
-        report = run(folder(tmp_path, f"{text}{degree}\n"), machine="inf2.xlarge")
+    for line, missing in (("option.tensor_parallel_degree=auto", False), ("", True)):
+        text = f"option.rolling_batch=tnx\n{line}\n"
+        report = run(folder(tmp_path, text), machine="inf2.xlarge")
         assert report.ok is missing
         warnings = "".join(report.findings.messages("warning"))
         assert ("tensor_parallel_degree is not set" in warnings) == missing
