@@ -56,10 +56,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import sleep_device
-from soak import RECOVERY_S, SHOWN, SoakError
-from soak_clients import CLOSE, SSE, replies
+from soak import CLOSE, RECOVERY_S, SHOWN, SoakError, replies
 
-from tests.clients.answers import FORMS, Question, judge
+from tests.clients.answers import FORMS, SSE, Question, judge
 from tests.clients.embedded import DEADLINE_S, Embedded
 from tests.processes import engines, engines_of
 

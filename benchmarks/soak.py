@@ -8,8 +8,10 @@
 SIGKILL, SIGSEGV, SIGABRT, or SIGSTOP, which the watchdog must notice (`--predict-timeout`). One kill in five hits the
 engine while it loads. `--seed` fixes the signals and their delays.
 
-`--requests`: 32 clients at a time, half of them ordinary. `soak_clients.py` has the others, with what each may get:
-they leave, cut bodies, send what is no request, are slow, or flood the queue. `--seed` fixes who comes when.
+`--requests`: 32 clients at a time, half of them ordinary. The others leave, cut bodies, send what is no request, are
+slow, or flood the queue. A client is a function of a `Case` in `CLIENTS`, with the outcomes that its requests may have:
+so a body that is cut must not be answered, and one that is whole must be, even if its client is slow. `--seed` fixes
+who comes when.
 
 Every request ends with one of these; anything else is wrong, and so is one that does not end (`DEADLINE_S`):
 
@@ -32,40 +34,41 @@ One JSON object; exit status 1 if anything was wrong. Linux only.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import itertools
 import json
 import math
 import os
-import queue
 import random
 import re
 import resource
 import signal
 import socket
 import statistics
+import struct
 import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from operator import contains
 from pathlib import Path
 from typing import Any
 
-from soak_clients import BODIES, CLIENTS, FLOOD, LIMITS, SSE, Case
-
 from djl_python_neuronx.loading.tokenizer_process import IDLE_WORKERS
-from tests.clients.answers import FORMS, MODEL, ROOT, Question, Reply, judge, questions
+from tests.clients.answers import FORMS, ROOT, SSE, Question, Reply, judge, questions
 from tests.clients.embedded import SETTLE_S, Embedded
+from tests.djl.door import Door
+from tests.djl.folders import MODES
 from tests.processes import alive, descendants, engines, read
 
-DJL_DEADLINE_S = 300.0
-"""`DEADLINE_S` through Java, which keeps back what the model has no place for."""
 RECOVERY_S = 120.0
 PREDICT_TIMEOUT_S = {True: 10, False: 30}
 """Of the embedded server, and of DJL's engine, which ends a process that lets a call wait as long."""
@@ -76,12 +79,33 @@ WARM_UP = 2000
 """Requests before descriptors, threads and memory are compared: the front's memory grows for so long, and then no more
 (it keeps what the largest bodies at once took)."""
 MEMORY = 1.05
-MAX_WAITING = 32
 IDLE_S = 2.0
 """After the warm-up, until requests whose clients left have ended."""
 SHOWN = 20
 LOST = r"(?m)^.*(?:engine_process|engine_ended|watchdog|CRITICAL|ERROR).*$"
 """Lines of the log that say why an engine has ended."""
+PATIENCE_S = 60.0
+"""A connection on which nothing comes for as long hangs."""
+FLOOD = 64
+"""Requests, or connections, of one client at once: more than have a place in the queue."""
+LIMIT_S = 2
+LIMITS: Mapping[str, Any] = {
+    "max_waiting": 32,
+    "max_body_bytes": 2**20,
+    "request_head_timeout": LIMIT_S,
+    "request_body_timeout": LIMIT_S,
+    "write_timeout": LIMIT_S,
+    "keep_alive_timeout": LIMIT_S,
+}
+"""Options with hostile clients."""
+FULL = "error 503 queue_full"
+RIGHT = frozenset({"right", FULL, "error 408 request_timeout"})
+BAD = frozenset({"error 400 bad_request", "error 400 unsupported_parameter", FULL})
+"""Outcomes of a bad body. It may be refused before it is parsed, if there is no place for it."""
+CLOSE, CHUNKED = "connection: close", "transfer-encoding: chunked"
+DOORS: dict[str, Callable[..., Embedded | Door]] = {
+    "embedded": Embedded.start, **{mode: partial(Door.start, mode) for mode in MODES}
+}  # fmt: skip
 
 
 class SoakError(Exception):
@@ -152,136 +176,6 @@ class Tally:
             return self._changed.wait_for(lambda: not self._open, timeout_s)
 
 
-class Djl:
-    """DJL's released engine in one of its modes, through the driver of its tests."""
-
-    port = None
-
-    def __init__(self, mode: str, java: Any) -> None:  # noqa: ANN401  (of its tests, which have no types)
-        """`java`: a JVM that has loaded the model as "tiny"."""
-        self._java = java
-        (self.front,) = java.workers()
-        self._batches: queue.SimpleQueue[tuple[tuple[Any, ...], bytes, Future[Any]]] | None = None
-        if mode == "plain":
-            # As DJL Serving does: one call at a time, with what has come meanwhile.
-            self._batches = queue.SimpleQueue()
-            threading.Thread(target=self._send_batches, daemon=True).start()
-
-    @classmethod
-    def start(
-        cls, mode: str, options: Mapping[str, Any], work: Path, environ: Mapping[str, str]
-    ) -> Djl:
-        """Start a JVM and load the model."""
-        sys.path.insert(0, str(ROOT))
-        from tests.djl import java
-
-        classes, folder = work / "classes", work / "model"
-        for each in (classes, folder):
-            each.mkdir()
-        lines = ["engine=Python", "minWorkers=1", "maxWorkers=1"]
-        settings = {
-            "model_id": MODEL, "entryPoint": "djl_python_neuronx.handler", **MODES[mode], **options
-        }  # fmt: skip
-        lines += [f"option.{name}={value}" for name, value in settings.items()]
-        (folder / "serving.properties").write_text("\n".join(lines) + "\n")
-        jvm = java.Java(java.compile_driver(classes), work / "cache", environ)
-        try:
-            jvm.load("tiny", folder)
-            return cls(mode, jvm)
-        except BaseException:
-            jvm.close()
-            raise
-
-    @property
-    def log_text(self) -> str:
-        """All of the log."""
-        return "\n".join(self._java.log)
-
-    @property
-    def said(self) -> str:
-        """The end of the log."""
-        return self._java.tail()
-
-    @property
-    def alive(self) -> bool:
-        """True while Java has the process that it started first."""
-        return self._java.workers() == [self.front]
-
-    def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
-        """Send a request and read until its end, or leave: a stream after some chunks, else without reading."""
-        headers = {"Accept": SSE if form == "sse" else "application/json"}
-        num_chunks = 0 if leave_s is None else -1 if form == "json" else 1 + int(10 * leave_s)
-        return self._post(question.body(form), headers, num_chunks)
-
-    def post(self, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """The same with any body."""
-        return self._post(body, headers)
-
-    def _post(self, body: bytes, headers: Mapping[str, str], num_chunks: int = 0) -> Reply:
-        answer = self._send((*sorted(headers.items()), num_chunks), body)
-        over = not answer.done.wait(DJL_DEADLINE_S)
-        if any(JAVA_TIMEOUT in message for message in answer.errors) and not answer.chunks:
-            return Reply(503, json.dumps({"code": 503, "error": JAVA_TIMEOUT}).encode())
-        return Reply(
-            answer.status or 0,
-            answer.content,
-            timed_out=over or num_chunks < 0 or len(answer.chunks) == num_chunks > 0,
-            broken=" | ".join(answer.errors) or None,
-            headers=answer.headers,
-        )
-
-    def _send(self, how: tuple[Any, ...], body: bytes) -> Any:  # noqa: ANN401  (the driver's answer)
-        if self._batches is not None:
-            self._batches.put((how, body, sent := Future()))
-            return sent.result()
-        return self._submit(how, body)[0]
-
-    def _submit(self, how: tuple[Any, ...], *bodies: bytes) -> list[Any]:
-        """`how`: headers, and the number of chunks after which the client leaves."""
-        *headers, num_chunks = how
-        return self._java.submit(
-            "tiny", *bodies, headers=dict(headers), leave_after=num_chunks, together=len(bodies) > 1
-        )
-
-    def _send_batches(self) -> None:
-        last = None
-        while True:
-            batch = [self._batches.get()]
-            while len(batch) < BATCH_SIZE and not self._batches.empty():
-                batch.append(self._batches.get())
-            if last is not None:
-                last.started.wait()  # Java's thread is busy until the answers begin
-            for _, alike in itertools.groupby(sorted(batch, key=_how), _how):
-                how, bodies, sent = zip(*alike, strict=True)
-                for future, answer in zip(sent, self._submit(how[0], *bodies), strict=True):
-                    future.set_result(last := answer)
-
-    def end(self) -> int:
-        """Close the model. Returns the exit status of the JVM."""
-        return self._java.end()
-
-    def kill(self) -> None:
-        """End it whatever its state."""
-        self._java.close()
-
-
-def _how(sent: tuple[tuple[Any, ...], bytes, Future[Any]]) -> str:
-    return repr(sent[0])
-
-
-BATCH_SIZE = 16
-JAVA_TIMEOUT = "Time out in: "
-"""Rolling mode: Java gives up a request that has waited for a free row as long as `predict_timeout`."""
-MODES = {
-    "async": {"async_mode": "true", "rolling_batch": "disable"},
-    "rolling": {"rolling_batch": "tnx"},
-    "plain": {"rolling_batch": "disable", "batch_size": BATCH_SIZE},
-}
-DOORS: dict[str, Callable[..., Any]] = {
-    "embedded": Embedded.start, **{mode: partial(Djl.start, mode) for mode in MODES}
-}  # fmt: skip
-
-
 def wait_until(condition: Callable[[], Any], timeout_s: float) -> bool:
     """Returns whether it became true in time."""
     deadline_s = time.monotonic() + timeout_s
@@ -312,7 +206,7 @@ class Soak:
     """A run against a door that serves."""
 
     def __init__(
-        self, door: Embedded | Djl, pick: random.Random, num_streams: int, num_questions: int
+        self, door: Embedded | Door, pick: random.Random, num_streams: int, num_questions: int
     ) -> None:
         self.door = door
         self.pick = pick
@@ -406,21 +300,19 @@ class Kills(Soak):
 
     def run(self, num_kills: int) -> None:
         """All clients at once, and the kills one after the other."""
-        seeds = [self.pick.randrange(2**32) for _ in range(self.num_streams)]
-        clients = [threading.Thread(target=self.client, args=(seed,)) for seed in seeds]
-        for thread in clients:
-            thread.start()
-        try:
-            while (done := self.kills.total()) < num_kills:
-                # A kill while it loads comes after another one.
-                loading = done % 5 == 3 and done + 2 <= num_kills
-                self.kill(self.pick.choice(SIGNALS), loading=loading)
-                print(f"{self.kills.total()} kills, {dict(self.tally.outcomes)}", file=sys.stderr)
-            self.over.wait(0 if num_kills else 5)
-        finally:
-            self.over.set()
-            for thread in clients:
-                thread.join()
+        with ThreadPoolExecutor(self.num_streams) as threads:
+            for _ in range(self.num_streams):
+                threads.submit(self.client, self.pick.randrange(2**32))
+            try:
+                while (done := self.kills.total()) < num_kills:
+                    # A kill while it loads comes after another one.
+                    loading = done % 5 == 3 and done + 2 <= num_kills
+                    self.kill(self.pick.choice(SIGNALS), loading=loading)
+                    outcomes = dict(self.tally.outcomes)
+                    print(f"{self.kills.total()} kills, {outcomes}", file=sys.stderr)
+                self.over.wait(0 if num_kills else 5)
+            finally:
+                self.over.set()
         self.wrong += self.tally.wrong
 
 
@@ -450,22 +342,15 @@ class Mix(Soak):
         found = {name: one for name, one in CLIENTS.items() if self.door.port or not one.http}
         end = self.tally.outcomes.total() + num_requests
 
-        def ask(seed: int, names: list[str]) -> None:
-            pick = random.Random(seed)
+        def ask(pick: random.Random, names: list[str]) -> None:
             while self.tally.outcomes.total() < end:
                 chosen = pick.choices([*found], [one.share for one in found.values()])
                 self.serve(names.pop() if names else chosen[0], pick)
 
-        threads = [
-            threading.Thread(
-                target=ask, args=(self.pick.randrange(2**32), [*found][i :: self.num_streams])
-            )
-            for i in range(self.num_streams)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        picks = [random.Random(self.pick.randrange(2**32)) for _ in range(self.num_streams)]
+        turns = [[*found][i :: self.num_streams] for i in range(self.num_streams)]
+        with ThreadPoolExecutor(self.num_streams) as threads:
+            [*threads.map(ask, picks, turns)]
         self.wrong, self.tally.wrong = self.wrong + self.tally.wrong, []
 
     def serve(self, name: str, pick: random.Random) -> None:
@@ -495,15 +380,437 @@ def _untyped(outcome: str) -> str:
     return re.sub(r"^(error \d+) .*", r"\1", outcome)
 
 
-@contextlib.contextmanager
-def no_core_files() -> Iterator[None]:
-    """SIGSEGV and SIGABRT write none."""
-    limits = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
+@dataclass(frozen=True)
+class Case:
+    """A request to make."""
+
+    door: Embedded | Door
+    question: Question
+    form: str
+    text: str
+    """The right answer."""
+    pick: random.Random
+
+    def judge(self, reply: Reply, *, leaves: bool = False) -> str:
+        """The outcome of an answer to the question. An error in the body of a batch is an error like others."""
+        outcome = judge(reply, self.form, self.text, leaves=leaves, statuses=range(400, 600))
+        return outcome.replace("error in body", "error")
+
+    @property
+    def body(self) -> bytes:
+        """The request's body."""
+        return self.question.body(self.form)
+
+    def head(self, *lines: str, length: int | None = None) -> bytes:
+        """The request's head. `lines`: headers beside those of an ordinary client."""
+        accept = [f"accept: {SSE}"] if self.form == "sse" else []
+        sizes = [] if length is None else [f"content-length: {length}"]
+        lines = ("host: soak", *accept, *sizes, *lines)
+        return "\r\n".join(["POST /invocations HTTP/1.1", *lines, "", ""]).encode("latin-1")
+
+    @property
+    def whole(self) -> bytes:
+        """The request of a client that makes no other on its connection."""
+        return self.head(CLOSE, length=len(self.body)) + self.body
+
+
+@dataclass(frozen=True)
+class Client:
+    """A kind of client."""
+
+    run: Callable[[Case], list[str]]
+    share: float
+    """Of all clients that are made."""
+    outcomes: frozenset[str]
+    """Outcomes that its requests may have."""
+    http: bool
+    """True if it needs its own connection."""
+
+
+CLIENTS: dict[str, Client] = {}
+Part = bytes | float | Callable[[socket.socket], bool]
+"""Bytes to send, a pause in seconds, or what to wait for."""
+_Run = Callable[[Case], list[str]]
+_Script = Callable[[Case], Iterable[Part]]
+
+
+def client(
+    share: float, *outcomes: str | Iterable[str], http: bool = False
+) -> Callable[[_Run], _Run]:
+    """Add a function to `CLIENTS`."""
+    allowed = [[each] if isinstance(each, str) else each for each in outcomes]
+
+    def add(run: _Run) -> _Run:
+        CLIENTS[run.__name__] = Client(run, share, frozenset().union(*allowed), http)
+        return run
+
+    return add
+
+
+def wire(share: float, *outcomes: str | Iterable[str], **how: Any) -> Callable[[_Script], _Run]:  # noqa: ANN401
+    """Add a client of one request on its own connection. The function gives the parts to send. `how`: see `talk`."""
+
+    def add(script: _Script) -> _Run:
+        def run(case: Case) -> list[str]:
+            return _only(case, talk(case, *script(case), **how))
+
+        run.__name__ = script.__name__
+        return client(share, *outcomes, http=True)(run)
+
+    return add
+
+
+@client(50, RIGHT)
+def ordinary(case: Case) -> list[str]:
+    return [case.judge(case.door.ask(case.question, case.form))]
+
+
+@client(5, RIGHT, "left")
+def leaves_before_the_answer(case: Case) -> list[str]:
+    case = replace(case, form="json")
+    reply = case.door.ask(case.question, case.form, leave_s=case.pick.uniform(0, 0.05))
+    return [case.judge(reply, leaves=True)]
+
+
+@client(8, RIGHT, "left")
+def leaves_a_stream(case: Case) -> list[str]:
+    case = replace(case, form=case.pick.choice(FORMS[1:]))
+    reply = case.door.ask(case.question, case.form, leave_s=case.pick.uniform(0, 0.5))
+    return [case.judge(reply, leaves=True)]
+
+
+@client(0.15, RIGHT)
+def flood(case: Case) -> list[str]:
+    with ThreadPoolExecutor(FLOOD) as threads:
+        asks = [threads.submit(case.door.ask, case.question, case.form) for _ in range(FLOOD)]
+    return [case.judge(ask.result()) for ask in asks]
+
+
+def _fields(prompt: str = "1 2 3", **parameters: Any) -> bytes:  # noqa: ANN401
+    return json.dumps({"inputs": prompt, "parameters": parameters}).encode()
+
+
+BODIES: Mapping[str, bytes] = {
+    "empty": b"",
+    "not UTF-8": _fields().replace(b"2", b"\xff"),
+    "half a surrogate": _fields().replace(b"2", rb"\ud800"),
+    "a control character": _fields().replace(b"2", b"\x00"),
+    "deep": b"[" * 100_000,
+    "deep inside": _fields(stop=0).replace(b"0", b"[" * 5000 + b"]" * 5000),
+    "many keys": _fields(**{f"key{i}": i for i in range(20_000)}),
+    "a number": _fields(max_new_tokens=10**400),
+    "not a number": _fields(temperature=float("nan")),
+    "a list": b"[1, 2]",
+    "two values": _fields() * 2,
+    "no text": b'{"inputs": {"a": 1}}',
+    "no prompt": _fields(""),
+    "unknown parameter": _fields(no_such_parameter=1),
+    "a value": _fields(top_p=7),
+    "stop strings": _fields(stop=["a"] * 10_000),
+}
+
+
+@client(10, BAD)
+def bad_body(case: Case) -> list[str]:
+    body = BODIES[case.pick.choice([*BODIES])]
+    return [case.judge(case.door.post(body, {"content-type": "application/json"}))]
+
+
+@client(3, BAD)
+def cut_json(case: Case) -> list[str]:
+    body = case.body[: case.pick.randrange(len(case.body))]
+    return [case.judge(case.door.post(body, {}))]
+
+
+@client(2, "error 413 prompt_too_long")
+def long_prompt(case: Case) -> list[str]:
+    return [case.judge(case.door.post(_fields("one two " * 500), {}))]
+
+
+@client(5, RIGHT, BAD, "answered", "error 413 prompt_too_long")
+def mutated_body(case: Case) -> list[str]:
+    """Send a changed body. Its meaning is not known here, so the text of an answer is not judged."""
+    body = bytearray(case.body)
+    for _ in range(case.pick.randint(1, 4)):
+        place = case.pick.randrange(len(body))
+        match case.pick.randrange(3):
+            case 0:
+                body[place] = case.pick.randrange(256)
+            case 1:
+                del body[place]
+            case 2:
+                body[place:place] = case.pick.choice([b"0", b'"', b"}", b"[", b"\\", b"null"])
+    reply = case.door.post(bytes(body), {})
+    if reply.status != 200 or b'"code"' in reply.data:
+        return [replace(case, form="json").judge(reply)]
+    last = json.loads(reply.data.splitlines()[-1])
+    return ["answered" if isinstance(last["generated_text"], str) else f"wrong: {last}"]
+
+
+HEADERS: Sequence[Mapping[str, str]] = (
+    {"x-request-id": "x" * 4000},
+    {"x-request-id": "\" } \\ %s {0} ' \xe9 \t"},
+    {"content-type": "application/x-www-form-urlencoded; charset=utf-16"},
+    {"content-type": ";;;=,"},
+    {"accept": "text/event-stream;q=0, */*, " + "a/b, " * 500},
+    {f"x-header-{i}": str(i) for i in range(60)},
+    {"content-encoding": "gzip"},
+    {"x-amzn-sagemaker-custom-attributes": "handler=partition;model_id=/"},
+    {"requestid": "same", "x-amzn-sagemaker-inference-id": "same"},
+    {"batch_size": "3", "batch_000.data": "x", "reset_rollingbatch": "true", "seed": "x"},
+    {"model_id": "/", "option.model_id": "/", "output_formatter": "json", "model_dir": "/"},
+)
+
+
+@client(4, RIGHT)
+def odd_headers(case: Case) -> list[str]:
+    case = replace(case, form="json")
+    return [case.judge(case.door.post(case.body, case.pick.choice(HEADERS)))]
+
+
+class _Received(io.BytesIO):
+    """Bytes as the socket of an `HTTPResponse`, which stay open for the next one."""
+
+    def makefile(self, _mode: str) -> _Received:
+        return self
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def replies(data: bytes) -> list[Reply]:
+    """The responses in what a connection has brought. One that is cut, or none, has `timed_out`: its client left."""
+    received, found = _Received(data), []
+    while not found or received.tell() < len(data):
+        response = HTTPResponse(received, method="POST")
+        try:
+            response.begin()
+            body, cut = response.read(), False
+        except IncompleteRead as error:
+            body, cut = error.partial, True
+        except HTTPException:  # the head is cut, or no response
+            return [*found, Reply(0, b"", timed_out=True)]
+        found.append(Reply(response.status, body, timed_out=cut, headers=dict(response.headers)))
+    return found
+
+
+def talk(
+    case: Case,
+    *script: Part,
+    close_half: bool = False,
+    reset: float = 0,
+    max_bytes: Callable[[random.Random], float] = lambda _: math.inf,
+    rate: tuple[int, float] = (65536, 0.0),
+) -> list[Reply]:
+    """Send bytes, with pauses in seconds or until something holds for the connection; read until the server closes.
+
+    `close_half`: say that nothing more will be sent. `max_bytes`: leave when as many have come; `reset`: the
+    probability that it is by a reset. `rate`: bytes to read at once, and the pause after them; then the receive buffer
+    is as small.
+    """
+    data, most = b"", max_bytes(case.pick)
+    with socket.socket() as connection:
+        connection.settimeout(PATIENCE_S)
+        if rate[1]:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rate[0])
+        connection.connect(("127.0.0.1", case.door.port))
+        with suppress(BrokenPipeError, ConnectionResetError):  # an answer may be there even so
+            _send(connection, script)
+            if close_half:
+                connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while len(data) < most and (chunk := connection.recv(rate[0])):
+                data += chunk
+                time.sleep(rate[1])
+        if case.pick.random() < reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return replies(data)
+
+
+def _send(connection: socket.socket, script: Iterable[Part]) -> None:
+    for part in script:
+        if isinstance(part, bytes):
+            connection.sendall(part)
+        elif callable(part):
+            wait_until(partial(part, connection), PATIENCE_S)
+        else:
+            time.sleep(part)
+
+
+def _is_closed_by_server(connection: socket.socket) -> bool:
+    """As the kernel has it: a client that does not read sees it too late. Source: proc_net_tcp.rst."""
+    ends = [
+        f"0100007F:{port:04X}" for _, port in (connection.getpeername(), connection.getsockname())
+    ]
+    established = [*ends, "01"]
+    lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()
+    return not any(line.split()[1:4] == established for line in lines)
+
+
+def _only(case: Case, found: list[Reply]) -> list[str]:
+    if len(found) > 1:
+        return [f"wrong: {len(found)} answers to one request: {found}"]
+    outcome = case.judge(found[0], leaves=True)
+    return ["closed" if outcome == "left" else outcome]
+
+
+@wire(3, RIGHT, "closed", close_half=True)
+def closes_its_half(case: Case) -> list[Part]:
+    return [case.whole]
+
+
+@wire(3, "closed", BAD, close_half=True)
+def cut_body(case: Case) -> list[Part]:
+    """Also one whose JSON is whole, but shorter than its length."""
+    most = len(case.body)
+    sent = case.body[: case.pick.choice([0, case.pick.randrange(most), most])]
+    return [case.head(CLOSE, length=most + case.pick.randint(1, 10**6)), sent]
+
+
+@wire(3, "closed", BAD, close_half=True)
+def cut_chunks(case: Case) -> list[Part]:
+    """Without the last chunk."""
+    chunk = b"%x\r\n%b\r\n" % (len(case.body), case.body)
+    sent = chunk[: case.pick.choice([case.pick.randrange(len(chunk)), len(chunk)])]
+    return [case.head(CLOSE, CHUNKED), sent]
+
+
+@wire(2, "closed", max_bytes=lambda _: 0, reset=0.5)
+def leaves_while_it_sends(case: Case) -> list[Part]:
+    return [case.whole[: case.pick.randrange(len(case.whole))]]
+
+
+@wire(3, RIGHT, "closed", max_bytes=lambda pick: pick.choice([0, 1, 500, 2000]), reset=1)
+def resets(case: Case) -> list[Part]:
+    return [case.whole, 0.02]
+
+
+@wire(2, RIGHT)
+def sends_slowly(case: Case) -> Iterator[Part]:
+    step = len(case.whole) // 10 + 1
+    for i in range(0, len(case.whole), step):
+        yield case.whole[i : i + step]
+        yield 0.05
+
+
+@wire(2, RIGHT)
+def sends_chunks(case: Case) -> list[Part]:
+    parts = [case.body[i : i + 7] for i in range(0, len(case.body), 7)]
+    chunks = [b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in parts]
+    return [case.head(CLOSE, CHUNKED), *chunks, b"0\r\n\r\n"]
+
+
+@wire(2, RIGHT, rate=(512, 0.02))
+def reads_slowly(case: Case) -> list[Part]:
+    return [case.whole]
+
+
+@wire(1, "error 408 request_timeout")
+def stops_in_its_request(case: Case) -> list[Part]:
+    return [case.whole[: case.pick.randrange(1, len(case.whole))]]
+
+
+@wire(1, RIGHT)
+def stays_when_it_has_its_answer(case: Case) -> list[Part]:
+    return [case.head(length=len(case.body)), case.body]
+
+
+@client(0.5, "closed", http=True)
+def never_reads(case: Case) -> list[str]:
+    """Answers of many requests, which fill all buffers."""
+    num_requests = 2000
+    request = b"GET /metrics HTTP/1.1\r\nhost: soak\r\n\r\n"
+    found = talk(case, request * num_requests, _is_closed_by_server, rate=(4096, 1e-6))
+    whole = [reply for reply in found if not reply.timed_out]
+    return ["closed" if len(whole) < num_requests else "wrong: everything was kept for it"]
+
+
+@client(3, RIGHT, "error 400 bad_request", http=True)
+def sends_several_at_once(case: Case) -> list[str]:
+    """Two good requests around a bad one, on one connection, without waiting for the answers."""
+    bad = b"[" * case.pick.randint(1, 2000)
+    first = case.head(length=len(case.body)) + case.body
+    outcomes = [
+        case.judge(reply)
+        for reply in talk(case, first + case.head(length=len(bad)) + bad + case.whole)
+    ]
+    expected = [RIGHT, {"error 400 bad_request", FULL}, RIGHT]
+    if [*map(contains, expected, outcomes)] != [True] * 3:
+        return [f"wrong: {outcome} among {outcomes}" for outcome in outcomes]
+    return outcomes
+
+
+_LINE = b"POST /invocations HTTP/1.1"
+HEADS: Mapping[str, Sequence[bytes]] = {
+    "TLS": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"],
+    "noise": [bytes(range(128, 256)) * 4],
+    "no version": [b"GET /ping"],
+    "version 9": [b"POST /invocations HTTP/9.9", b"host: a"],
+    "negative length": [_LINE, b"host: a", b"content-length: -1"],
+    "length in words": [_LINE, b"host: a", b"content-length: ten"],
+    "two lengths": [_LINE, b"host: a", b"content-length: 1", b"content-length: 2"],
+    "length and chunks": [_LINE, b"host: a", b"content-length: 5", b"transfer-encoding: chunked"],
+    "no colon": [_LINE, b"host: a", b"no colon"],
+    "name with a space": [_LINE, b"host: a", b"x y: 1"],
+    "NUL": [_LINE, b"host: a", b"x: \x00"],
+    "no host": [_LINE],
+    "unknown coding": [_LINE, b"host: a", b"transfer-encoding: gzip"],
+    "long": [_LINE, b"host: a", b"x: " + b"x" * 200_000],
+    "many": [_LINE, b"host: a", *[b"x: y"] * 20_000],
+    "long path": [b"POST /" + b"x" * 200_000 + b" HTTP/1.1", b"host: a"],
+}
+
+
+@client(4, *[f"error {status} http_error" for status in (400, 431, 501, 505)], http=True)
+def bad_head(case: Case) -> list[str]:
+    name = case.pick.choice([*HEADS])
+    whole = b"\r\n".join([*HEADS[name], CLOSE.encode(), b"", b""])
+    return [
+        f"wrong: {name}: {each}" if "wrong" in each else each
+        for each in _only(case, talk(case, whole))
+    ]
+
+
+@client(2, "error 404 http_error", "error 404 model_not_found", "error 405 http_error", http=True)
+def wrong_route(case: Case) -> list[str]:
+    line = case.pick.choice(
+        ["GET /invocations", "DELETE /invocations", "POST /ping", "POST /nope", "POST /predictions/x",
+         "GET /../../etc/passwd", "GET /%00", "POST /invocations/"]
+    )  # fmt: skip
+    head = case.head(CLOSE, length=0).replace(b"POST /invocations", line.encode())
+    (outcome,) = _only(case, talk(case, head))
+    return [outcome.replace("wrong:", f"wrong: {line}:")]
+
+
+@wire(1, "error 413 body_too_large", FULL)
+def large_body(case: Case) -> list[Part]:
+    """Its length is refused, or what comes in chunks."""
+    size, part = 4 * 2**20, 2**16
+    if case.pick.random() < 0.5:
+        return [case.head(CLOSE, length=size), b" " * size]
+    chunk = b"%x\r\n%b\r\n" % (part, b" " * part)
+    return [case.head(CLOSE, CHUNKED), *[chunk] * (size // part), b"0\r\n\r\n"]
+
+
+@client(0.3, RIGHT, http=True)
+def idle_connections(case: Case) -> list[str]:
+    """Connections that send nothing, or half a head, while another one asks."""
+    half = case.head()[:30]
+    idle = [socket.create_connection(("127.0.0.1", case.door.port)) for _ in range(FLOOD)]
     try:
-        yield
+        for wire in idle[::2]:
+            wire.sendall(half)
+        return ordinary(case)
     finally:
-        resource.setrlimit(resource.RLIMIT_CORE, limits)
+        for wire in idle:
+            wire.close()
+
+
+@client(2, "healthy", http=True)
+def looks(case: Case) -> list[str]:
+    path = case.pick.choice(["/ping", "/metrics", "/info"])
+    (reply,) = talk(case, f"GET {path} HTTP/1.1\r\nhost: soak\r\n{CLOSE}\r\n\r\n".encode())
+    return ["healthy" if reply.status == 200 else f"wrong: {path}: {reply}"]
 
 
 def settled(
@@ -553,12 +860,14 @@ def soak(
     options = {
         "model_loader": "cpu",
         "predict_timeout": predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
-        **({"max_waiting": MAX_WAITING, **LIMITS} if requests else {}),
+        **(LIMITS if requests else {}),
         **({"engine_restarts": 2 * kills + 10} if kills else {}),
     }
     if door_name != "plain":
         options["max_rolling_batch_size"] = 16 if requests else 64
-    with tempfile.TemporaryDirectory() as work_name, no_core_files():
+    # SIGSEGV and SIGABRT write no core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with tempfile.TemporaryDirectory() as work_name:
         work, temporary = Path(work_name), Path(work_name) / "tmp"
         temporary.mkdir()
         search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

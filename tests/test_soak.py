@@ -7,8 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from soak import Holdings, Mix, soak
-from soak_clients import CLIENTS, replies
+from soak import CLIENTS, Holdings, Mix, replies, soak
 
 from tests.clients.answers import Reply, judge
 

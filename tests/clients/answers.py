@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "tiny-llama"
 FORMS = ("json", "jsonlines", "sse")
+SSE = "text/event-stream"
 CLEAN_STATUSES = (408, 500, 503)
 
 

@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from tests.clients.answers import MODEL, ROOT, Question, Reply
+from tests.clients.answers import MODEL, ROOT, SSE, Question, Reply
 from tests.processes import held_port
 
 DEADLINE_S = 120.0
@@ -71,7 +71,7 @@ class Embedded:
 
     def ask(self, question: Question, form: str, leave_s: float | None = None) -> Reply:
         """Send a request and read until its end, or leave after some seconds."""
-        headers = {"accept": "text/event-stream"} if form == "sse" else {}
+        headers = {"accept": SSE} if form == "sse" else {}
         return self.post(question.body(form), headers, leave_s)
 
     def post(self, body: bytes, headers: Mapping[str, str], leave_s: float | None = None) -> Reply:

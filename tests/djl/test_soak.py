@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from soak import Djl, Holdings, Mix, settled
+from soak import Holdings, Mix, settled
 
+from tests.djl.door import Door
 from tests.processes import engines
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.djl
 
 
 def test_hostile_clients_get_errors_and_the_others_right_answers(served, mode):
-    mix = Mix(Djl(mode, served), random.Random(3), 24, 8)
+    mix = Mix(Door(mode, served), random.Random(3), 24, 8)
     mix.learn()
     mix.warm_up(1)
     (worker,) = served.workers()
