@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from deploy.sagemaker.account import for_account
 from deploy.sagemaker.calls import regions, run, validate
 from deploy.sagemaker.compile_ahead import compile_ahead
 from deploy.sagemaker.endpoint import delete, deploy, span, update
@@ -42,6 +43,7 @@ def _text(pattern: str, expected: str) -> Callable[[str], str]:
 
 
 _role = _text(r"arn:aws:iam::\d{12}:role/[\w+=,.@/-]+", "arn:aws:iam::ACCOUNT:role/NAME")
+_key = _text(r"arn:aws:kms:[a-z0-9-]+:\d{12}:key/[\w-]+", "arn:aws:kms:REGION:ACCOUNT:key/ID")
 _s3 = _text(r"s3://[^/]+(/.*)?", "s3://bucket/folder")
 
 
@@ -114,6 +116,12 @@ def _add_model(add: Any) -> None:
     variable = "of the container; may be repeated"
     add("--env", action="append", type=_variable, default=[], metavar="NAME=VALUE", help=variable)
     add("--plan", metavar="FOLDER", help="read in place of --model-data; config.json suffices")
+    network = "of the account's VPC, for container or compile; may be repeated"
+    add("--subnet", action="append", default=[], dest="subnets", metavar="ID", help=network)
+    add("--security-group", action="append", default=[], dest="groups", metavar="ID", help=network)
+    add("--kms-key", type=_key, metavar="ARN", help="encrypts volumes and asynchronous answers")
+    tag = "of all that is created; may be repeated"
+    add("--tag", action="append", type=_variable, default=[], metavar="KEY=VALUE", help=tag)
     add("--model-gib", type=_size, metavar="SIZE", help="of the model's files (default: weights)")
 
 
@@ -162,7 +170,6 @@ def _add_compile(add: Any) -> None:
     add("--compile-instance", help="of the processing job (default: by memory)")
     add("--ami", help="compile on EC2: Ubuntu with the Neuron driver, Docker and the AWS CLI")
     add("--instance-profile", help="of the EC2 instance")
-    add("--subnet", help="of the EC2 instance")
 
 
 def _add_policy(add: Any) -> None:
@@ -173,6 +180,8 @@ def _add_policy(add: Any) -> None:
     prefix = {"type": _s3, "action": "append", "default": [], "metavar": "s3://…"}
     add("--model-data", **prefix, help="prefix that is read; may be repeated")
     add("--output", **prefix, help="prefix that is written, too; may be repeated")
+    add("--kms-key", type=_key, metavar="ARN", help="key of these prefixes and of volumes")
+    add("--vpc", action="store_true", help="the container is in a VPC of the account")
 
 
 def _judge(arguments: argparse.Namespace) -> None:
@@ -190,6 +199,10 @@ def _judge(arguments: argparse.Namespace) -> None:
             raise ConfigError(msg)
     if arguments.command == "update" and arguments.version == FIRST_VERSION:
         msg = f"--version {FIRST_VERSION} is what `deploy` creates without --version; name another one for the update"
+        raise ConfigError(msg)
+    in_vpc = bool(getattr(arguments, "groups", ())), bool(getattr(arguments, "subnets", ()))
+    if in_vpc == (True, False) or (in_vpc == (False, True) and not getattr(arguments, "ami", None)):
+        msg = "a VPC needs both: give --subnet and --security-group"
         raise ConfigError(msg)
     if arguments.command in {"deploy", "update"}:
         _judge_numbers(arguments)
@@ -244,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(policy(parsed), indent=2))
             return 0
         calls = COMMANDS[parsed.command](parsed)
+        for_account(calls, parsed)
         for call in calls:
             validate(call)
         if parsed.dry_run:

@@ -136,6 +136,4 @@ aws ecr get-login-password --region {arguments.region} | docker login --username
             {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": disk_gib, "VolumeType": "gp3"}}
         ],
     }
-    if arguments.subnet:
-        parameters["SubnetId"] = arguments.subnet
     return Call("ec2", "run_instances", parameters)

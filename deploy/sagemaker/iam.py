@@ -31,7 +31,7 @@ def registry(image: str) -> dict[str, str]:
 def policy(arguments: argparse.Namespace) -> dict[str, Any]:
     """One of the policies. A statement about a place in S3 is there once for each place.
 
-    Rights to EC2, and to hand it a role, are there with the role of a compile only.
+    Rights to EC2, and to hand it a role, are there with the role of a compile only; those to a VPC and a key on demand.
 
     Raises:
         ConfigError: a place is no folder of a bucket, or there is none that a compile could write to.
@@ -49,12 +49,20 @@ def policy(arguments: argparse.Namespace) -> dict[str, Any]:
         "Name": arguments.name,
         "Region": arguments.region,
         "Repository": image["repository"],
+        "KmsKey": arguments.kms_key,
     }
     document = json.loads((POLICIES / f"{arguments.policy}.json").read_text())
+    wanted = {
+        "RunInstances": arguments.compile_role,
+        "${CompileRole}": arguments.compile_role,
+        "CreateNetworkInterface": arguments.vpc,
+        "${KmsKey}": arguments.kms_key,
+    }
+    """Word of a statement to the argument without which the statement is left out."""
     statements = []
     for statement in document["Statement"]:
         text, values = json.dumps(statement), [filled]
-        if "ec2" in text and not arguments.compile_role:
+        if any(word in text and not given for word, given in wanted.items()):
             continue
         for kind, uris in (("Model", arguments.model_data), ("Output", arguments.output)):
             if f"${{{kind}Bucket}}" in text:

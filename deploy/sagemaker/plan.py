@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import posixpath
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ SLOWEST_COMPILE = 2
 """Real compile times are up to twice the estimate, see `plan.COMPILE_BASIS`."""
 DISK_GIB = 32
 """Room on a volume besides the model, as downloaded, cut and written."""
+WEIGHTS = (".bin", ".pt", ".safetensors")
+"""Ends of the names of weights."""
 HALF = frozenset({"float16", "bfloat16"})
 """Types of weights of two bytes."""
 READ = (
@@ -110,6 +113,13 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         compile_s=0 if compiled else SLOWEST_COMPILE * prepared.planned.estimated_compile_s,
         copies=len(placement.placed[0]),
     )
+    tagged = re.search(r"[-:/_](nxdi|tnx|cpu)\b", arguments.image)
+    if tagged is not None and tagged[1] != prepared.backend:
+        print(
+            f"deploy.sagemaker: warning: --image {arguments.image} is named for the backend {tagged[1]}, and the plan "
+            f"needs {prepared.backend}; take that image, or set OPTION_MODEL_LOADER={tagged[1]}",
+            file=sys.stderr,
+        )
     print(
         f"deploy.sagemaker: planned for each container: {planned.copies} x {prepared.need.cores} NeuronCores of "
         f"{instance}, {planned.slots} slots, backend {prepared.backend} (the image needs it)",
@@ -153,6 +163,7 @@ def _target(
     try:
         content = s3.read(data, sources.FILE_NAME, sources.environment())
     except ArtifactNotFoundError:
+        _require_weights(data)
         return data, {}
     file = folder / sources.FILE_NAME
     file.write_bytes(content)
@@ -161,7 +172,23 @@ def _target(
     if model.startswith("."):  # of the prefix, such as SageMaker Neo's
         model = posixpath.normpath(posixpath.join(data.removeprefix("s3://"), model))
         model = f"s3://{model}"
+        _require_weights(model)
     return str(file), {"model_id": model}
+
+
+def _require_weights(uri: str) -> None:
+    """Look for weights in a folder of S3.
+
+    Raises:
+        ServingError: there are none, or S3 refuses.
+    """
+    names = s3.list_names(uri, sources.environment())
+    if names and not any(part.endswith(WEIGHTS) for name in names for part in name.split("/")):
+        msg = (
+            f"{uri} has no weights ({', '.join(WEIGHTS)}) among its {len(names)} files; copy the whole model there, or "
+            "give --plan FOLDER for a dry run without it"
+        )
+        raise ConfigError(msg)
 
 
 def _model_bytes(prepared: Prepared) -> int:

@@ -779,6 +779,8 @@ class TestPlanFromS3:
     def test_with_settings(self, bucket, capsys, config, named):
         self.put(bucket, config, (MODELS / "llama-3-8b.json").read_text())
         self.put(bucket, "serving.properties", self.SETTINGS + named)
+        assert "no weights" in refused(capsys, *arguments(None, "deploy"))
+        self.put(bucket, config.replace("config.json", "model.safetensors"), "")
         given = [*arguments(None, "deploy", "--max-instances", "2"), "--dry-run"]
         assert deploy.main(given) == 0, capsys.readouterr().err
         found = {row["operation"]: row["parameters"] for row in json.loads(capsys.readouterr().out)}
@@ -792,11 +794,14 @@ class TestPlanFromS3:
     def test_without_settings(self, bucket, capsys):
         self.put(bucket, "config.json", (MODELS / "llama-3-8b.json").read_text())
         given = arguments(None, "deploy", instance="ml.inf2.8xlarge")
+        assert "s3://models/llama-3-8b has no weights" in refused(capsys, *given, "--dry-run")
+        self.put(bucket, "model-00001-of-00002.safetensors", "")
         assert deploy.main([*given, "--dry-run"]) == 0, capsys.readouterr().err
 
     def test_settings_that_are_wrong(self, bucket, capsys):
         self.put(bucket, "config.json", (MODELS / "llama-3-8b.json").read_text())
         self.put(bucket, "serving.properties", "option.tensor_parallel_degre=2\n")
+        self.put(bucket, "model.safetensors", "")
         assert "tensor_parallel_degre" in refused(capsys, *arguments(None, "deploy"))
 
     def test_no_model(self, bucket, capsys):
@@ -805,6 +810,76 @@ class TestPlanFromS3:
     def test_an_archive(self, capsys):
         data = ("--model-data", "s3://models/llama/model.tar.gz")
         assert "give --plan" in refused(capsys, *arguments(None, "deploy", *data))
+
+
+IN_VPC = {"Subnets": ["subnet-1", "subnet-2"], "SecurityGroupIds": ["sg-1"]}
+TAGS = [{"Key": "team", "Value": "chat"}, {"Key": "cost", "Value": "1=2"}]
+
+
+class TestAccount:
+    VPC = ("--subnet", "subnet-1", "--subnet", "subnet-2", "--security-group", "sg-1")
+    KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+    GIVEN = (*VPC, "--kms-key", KEY, "--tag", "team=chat", "--tag", "cost=1=2")
+
+    def test_an_endpoint(self, calls):
+        queue = ("--async-output", "s3://models/answers")
+        found = calls("deploy", *self.GIVEN, *queue)
+        config = found["create_endpoint_config"]
+        assert found["create_model"]["VpcConfig"] == IN_VPC
+        assert config["KmsKeyId"] == self.KEY
+        assert config["AsyncInferenceConfig"]["OutputConfig"]["KmsKeyId"] == self.KEY
+        assert "VpcConfig" not in config
+        made = ("create_model", "create_endpoint_config", "create_endpoint")
+        assert all(found[operation]["Tags"] == TAGS for operation in made)
+        assert not any("Tags" in found[name] for name in found if name not in made)
+
+    def test_disks_of_the_instance_itself_take_no_key(self, calls):
+        found = calls("deploy", *self.GIVEN, instance="ml.trn1.32xlarge")
+        assert "KmsKeyId" not in found["create_endpoint_config"]
+
+    def test_inference_components(self, calls):
+        found = calls("deploy", "--copies", "1", *self.GIVEN)
+        assert found["create_endpoint_config"]["VpcConfig"] == IN_VPC
+        assert found["create_inference_component"]["Tags"] == TAGS
+
+    def test_a_compile(self, calls):
+        job = calls("compile", *TestCompile.OUTPUT, *self.GIVEN)["create_processing_job"]
+        assert job["NetworkConfig"] == {"VpcConfig": IN_VPC}
+        assert job["ProcessingResources"]["ClusterConfig"]["VolumeKmsKeyId"] == self.KEY
+        assert job["Tags"] == TAGS
+        ami = ("--ami", "ami-1", "--instance-profile", "compile")
+        machine = calls("compile", *TestCompile.OUTPUT, *ami, *self.GIVEN)["run_instances"]
+        assert (machine["SubnetId"], machine["SecurityGroupIds"]) == ("subnet-1", ["sg-1"])
+        (disk,) = machine["BlockDeviceMappings"]
+        assert (disk["Ebs"]["Encrypted"], disk["Ebs"]["KmsKeyId"]) == (True, self.KEY)
+        kinds = {one["ResourceType"]: one["Tags"] for one in machine["TagSpecifications"]}
+        assert kinds == {"instance": TAGS, "volume": TAGS}
+
+    def test_half_a_vpc(self, capsys, folder):
+        given = arguments(folder("llama-3-8b"), "deploy", "--subnet", "subnet-1")
+        assert "--security-group" in refused(capsys, *given)
+
+    @pytest.mark.parametrize("name", ["execution", "compile", "deployer"])
+    def test_rights_to_key_and_network_are_there_on_demand(self, name):
+        plain = json.dumps(policy(name))
+        assert not {"kms:", "NetworkInterface"} & {
+            word for word in ("kms:", "NetworkInterface") if word in plain
+        }
+        statements = policy(name, "--kms-key", self.KEY, "--vpc")["Statement"]
+        (key,) = [one for one in statements if "kms:Decrypt" in listed(one["Action"])]
+        assert key["Resource"] == self.KEY
+        in_vpc = [
+            one for one in statements if "ec2:CreateNetworkInterface" in listed(one["Action"])
+        ]
+        assert len(in_vpc) == (name != "deployer")
+
+
+@pytest.mark.parametrize(("tag", "warned"), [("nxdi", False), ("tnx-1.2", True), ("latest", False)])
+def test_an_image_of_another_backend_is_named(folder, capsys, tag, warned):
+    given = arguments(folder("llama-3-8b"), "deploy", instance="ml.inf2.8xlarge")
+    given[given.index(IMAGE)] = IMAGE.replace(":nxdi", f":{tag}")
+    assert deploy.main([*given, "--dry-run"]) == 0
+    assert ("named for the backend tnx" in capsys.readouterr().err) == warned
 
 
 class TestIsolated:
@@ -1099,8 +1174,10 @@ class TestPolicies:
         assert allowed - {":".join(names[operation]) for operation in made} == {
             "cloudwatch:DescribeAlarms",
             "iam:CreateServiceLinkedRole",
+            "ec2:CreateTags",
             "iam:PassRole",
             "s3:GetObject",  # the plan
+            "sagemaker:AddTags",
             "s3:ListBucket",
             # Source: SageMaker's developer guide, "Auto scaling prerequisites", and the policy
             # AWSApplicationAutoscalingSageMakerEndpointPolicy.
