@@ -54,6 +54,7 @@ IGNORED: Final[Mapping[str, str]] = {
     "device": "model_loader chooses the device",
     **dict.fromkeys(("block_size", "max_num_batched_tokens", "use_v2_block_manager"), _VLLM),
     **dict.fromkeys(("num_gpu_blocks_override", "distributed_executor_backend"), _VLLM),
+    **dict.fromkeys(("max_parallel_loading_workers", "tokenizer_pool_size"), _VLLM),
     **dict.fromkeys(("disable_log_stats", "disable_log_requests"), _VLLM),
     **dict.fromkeys(("height", "width", "num_images_per_prompt"), _IMAGES),
 }

@@ -462,7 +462,7 @@ class PrecisionOptions(OptionGroup):
     quantize: Annotated[
         Weights | None,
         Option(
-            allowed="static_int8 (int8, s8, true), static_fp8 (fp8, f8e4m3fn) or false",
+            allowed="static_int8 (int8, s8, neuron_quant, true), static_fp8 (fp8, f8e4m3fn) or false",
             aliases=("load_in_8bit", "neuron_quant"),
             env=("NEURON_QUANT",),
             to={"tnx": "quant.quant_dtype", "nxdi": "quantization_dtype"},

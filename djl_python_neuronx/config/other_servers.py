@@ -28,6 +28,7 @@ SAME: Final = _by_word(
         "n_positions": "max_total_tokens sequence_length HF_SEQUENCE_LENGTH MAX_TOTAL_TOKENS NEURON_TOKEN_GEN_BUCKETS",
         "override_neuron_config": "additional_config",
         "pipeline_parallel_degree": "pipeline_parallel_size pp",
+        "quantize": "quantization",
         "replicas": "data_parallel_size dp",
         "tensor_parallel_degree": "num_shard tp HF_NUM_CORES NUM_SHARD",
     }

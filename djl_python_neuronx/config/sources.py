@@ -24,7 +24,7 @@ from djl_python_neuronx import links
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.legacy import DJL_OPTIONS
 from djl_python_neuronx.config.options import INVALID, NAMES, ServingOptions, option, parse_value
-from djl_python_neuronx.config.other_servers import SAME
+from djl_python_neuronx.config.other_servers import ADVICE, SAME
 from djl_python_neuronx.config.values import make_buckets, shortened
 from djl_python_neuronx.errors import ArtifactError, ConfigError
 
@@ -275,8 +275,10 @@ def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Sett
     environ = with_worker_variables(inputs.environ, own)
     found = _from_variables(environ, _OTHERS, OTHER_SERVERS, own)
     for prefix in _FLAG_PREFIXES:
-        flags = _from_prefix(inputs.environ, prefix, by_user=True)
-        found += [replace(flag, value=flag.value or "true", source=OTHER_SERVERS) for flag in flags]
+        for flag in _from_prefix(inputs.environ, prefix, by_user=True):
+            unused = ADVICE[flag.name] if flag.name in {"host", "port"} else ""
+            value = flag.value or "true"
+            found.append(replace(flag, value=value, source=OTHER_SERVERS, unused=unused))
     for i, setting in enumerate(found):
         name, value = meant(setting.name, setting.value)
         found[i] = replace(setting, name=name, value=value)

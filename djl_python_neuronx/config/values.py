@@ -441,11 +441,12 @@ def _template(text: str) -> str:
 
 
 def _weights(value: object) -> object:
-    """Parse `quantize`. `NEURON_QUANT` and `load_in_8bit` use true for int8."""
+    """Parse `quantize`. `NEURON_QUANT` and `load_in_8bit` use true for int8, and vLLM the word `neuron_quant`."""
     enabled = truth(value)
     if enabled is not None:
         return "static_int8" if enabled else None
-    bits = _eight_bits(value.strip()) if isinstance(value, str) else ""
+    word = value.strip() if isinstance(value, str) else ""
+    bits = "int8" if word == "neuron_quant" else _eight_bits(word)
     return f"static_{bits}" if bits in {"int8", "fp8"} else value
 
 
