@@ -189,7 +189,7 @@ def test_it_is_never_chosen_by_itself() -> None:
         for installed in (None, libraries()):
             try:
                 choice = choose_backend(
-                    options, machine, "llama",
+                    options, machine, "llama", lambda _library: (),
                     installed=installed, artifact_backend=compiled, dry_run=is_dry,
                 )  # fmt: skip
             except ServingError:
@@ -198,7 +198,9 @@ def test_it_is_never_chosen_by_itself() -> None:
     options = ServingOptions(model_id="m", model_loader="sim")
     for name in devices:
         machine = machines.detect(environ={}) if name is None else machines.named(name)
-        choice = choose_backend(options, machine, "llama", installed=libraries())
+        choice = choose_backend(
+            options, machine, "llama", lambda _library: (), installed=libraries()
+        )
         assert (choice.backend, choice.reason) == ("sim", "")
 
 
