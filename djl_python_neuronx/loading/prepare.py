@@ -73,8 +73,9 @@ class Prepared:
     planned: ServingPlan
     weights: Weights | None
     """The weights to load; None: they are absent or unusable, which only a dry run accepts."""
-    fits: bool
-    """True if the folder holds graphs that were compiled for exactly these settings, versions and flags."""
+    own_graphs: Path | None
+    """The folder of graphs that came with the model, if they were compiled for exactly these settings, versions and
+    flags."""
     environ: Mapping[str, str] = field(repr=False)
     """Variables of the process that will serve."""
     progress: LoadProgress
@@ -100,11 +101,6 @@ class Prepared:
     def machine(self) -> DeviceInfo:
         """The machine, with the cores that this process may use."""
         return self.case.machine
-
-    @property
-    def own_graphs(self) -> Path | None:
-        """The folder of the graphs that came with the model, if they can be used."""
-        return self.artifact.compiled if self.fits else None
 
     @property
     def need(self) -> Need:
@@ -286,7 +282,7 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
         case=case,
         planned=make_plan(case),
         weights=weights,
-        fits=fits,
+        own_graphs=compiled,
         environ=situation.environ,
         progress=situation.progress,
         purpose=situation.purpose,

@@ -220,10 +220,10 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
 
 def _two_degrees(prepared: Prepared) -> tuple[int, ...]:
     """Degrees of the model and of its draft model. Empty if both use the same cores."""
-    case, of_draft = prepared.case, prepared.options.draft_model_tp_size
-    if not prepared.options.drafting or case.on_cpu or of_draft in {None, case.degree}:
+    case = prepared.case
+    if case.on_cpu or case.draft_degree in {None, case.degree}:
         return ()
-    return case.degree, of_draft or case.degree
+    return case.degree, case.draft_degree or case.degree
 
 
 def _draft_source(options: ServingOptions) -> str:

@@ -174,7 +174,7 @@ def test_lengths_that_the_old_container_does_not_record_follow_from_its_file(
         assert lengths in "".join(errors)
         return
     assert errors == ()
-    assert report.prepared.fits
+    assert report.prepared.own_graphs
     options = report.prepared.options
     assert (options.n_positions, options.context_length_estimate) == lengths
 
@@ -198,7 +198,7 @@ def test_each_option_that_optimum_compiled_otherwise_is_named(tmp_path, at_hand,
     same = {"fuse_qkv": "true", "attention_layout": "BSH", "n_positions": "64"}
     report = run(path, machine=INSTANCE, **same)
     assert report.findings.messages("error") == ()
-    assert report.prepared.fits
+    assert report.prepared.own_graphs
     assert report.prepared.planned.arguments.constructor["n_positions"] == [64]
     (error,) = run(path, machine=INSTANCE, **settings).findings.messages("error")
     assert told in error
@@ -237,7 +237,7 @@ def test_each_option_that_nxdis_record_contradicts_is_named(tmp_path, at_hand, s
     assert told in error
     again = run(path, machine=INSTANCE, on_mismatch="recompile", **settings)
     assert again.findings.messages("error") == ()
-    assert not again.prepared.fits
+    assert not again.prepared.own_graphs
     assert f"what is compiled in {graphs} is not used" in "".join(
         again.findings.messages("warning")
     )
@@ -251,7 +251,7 @@ def test_nxdis_record_is_served_as_it_was_compiled(tmp_path, at_hand):
     )
     report = run(path, machine=INSTANCE)
     assert report.findings.messages("error") == ()
-    assert report.prepared.fits
+    assert report.prepared.own_graphs
     assert report.prepared.backend == "nxdi"
     config = report.prepared.planned.arguments.neuron_config
     assert (config["fused_qkv"], config["a_later_flag"]) == (True, True)
@@ -270,7 +270,7 @@ def test_nxdis_graphs_are_named_apart_from_the_checkpoint(tmp_path, at_hand, way
     settings = {} if way == "variable" else named
     report = run(model, environ, INSTANCE, **settings)
     assert report.findings.messages("error") == ()
-    assert report.prepared.fits
+    assert report.prepared.own_graphs
     assert report.prepared.artifact.compiled == graphs
     assert "compiled again" not in "".join(report.findings.messages("warning"))
     assert report.resolved.options.max_rolling_batch_size == 4

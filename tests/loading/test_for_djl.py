@@ -164,9 +164,9 @@ def test_an_output_has_the_variables_that_it_was_compiled_with(machine, options,
     assert (tmp_path / "out-2" / "model.py").exists()
     assert "formatters_left_out" not in caplog.text
     # Served as it is, it finds its graphs: the same flags count.
-    assert prepare_or_raise(None, out, environ=machine.environ).fits
+    assert prepare_or_raise(None, out, environ=machine.environ).own_graphs
     machine.set(NEURON_CC_FLAGS="-O2")
-    assert prepare_or_raise(None, out, environ=machine.environ).fits
+    assert prepare_or_raise(None, out, environ=machine.environ).own_graphs
     others = {"env": "NEURON_CC_FLAGS=-O2"}
     with pytest.raises(ArtifactMismatchError, match="cc_flags"):
         prepare_or_raise(None, out, environ=machine.environ, overrides=others)

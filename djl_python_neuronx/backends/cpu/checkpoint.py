@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from djl_python_neuronx.artifacts.folder import read_json
+from djl_python_neuronx.artifacts.tensor_files import damage
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
@@ -141,7 +141,7 @@ def _translate(error: Exception, plan: LoadPlan) -> ArtifactError | BackendError
             f"{version} has no causal language model of model_type {config.get('model_type')!r} "
             f"({where}); expected one that continues text. Use another model"
         )
-    damaged = [path.name for path in sorted(where.glob("*.safetensors")) if _is_damaged(path)]
+    damaged = [path.name for path in sorted(where.glob("*.safetensors")) if damage(path)]
     if damaged and isinstance(error, SafetensorError):
         return ArtifactError(
             f"the model in {where} cannot be loaded: {', '.join(damaged)} cannot be read. "
@@ -156,15 +156,6 @@ def _translate(error: Exception, plan: LoadPlan) -> ArtifactError | BackendError
 
 def _some(tensors: list[str]) -> str:
     return ", ".join(tensors[:_NAMED]) + (", …" if len(tensors) > _NAMED else "")
-
-
-def _is_damaged(path: Path) -> bool:
-    """True if the header does not fit the file's size."""
-    try:
-        with safe_open(str(path), "pt"):
-            return False
-    except (OSError, SafetensorError):
-        return True
 
 
 @contextlib.contextmanager
