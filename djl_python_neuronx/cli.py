@@ -345,8 +345,9 @@ def _model(target: str) -> tuple[Path | None, dict[str, str]]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.loading.check import check_all, try_texts
+    from djl_python_neuronx.loading.check import check_all
     from djl_python_neuronx.loading.report import all_as_json, render
+    from djl_python_neuronx.loading.text_trial import try_texts
 
     placement = check_all(
         arguments.target or [None],

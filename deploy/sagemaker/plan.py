@@ -17,7 +17,7 @@ from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
 from djl_python_neuronx.loading.check import check_all
-from djl_python_neuronx.loading.prepare import Prepared
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning import machines, memory
 
 GIB = 2**30

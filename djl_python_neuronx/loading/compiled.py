@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi
 from djl_python_neuronx.artifacts.folder import EVERYTHING
-from djl_python_neuronx.artifacts.manifest import (
-    CompileFacts,
-    Hashes,
-    artifact_digest,
-    differences,
-)
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
@@ -34,34 +25,24 @@ from djl_python_neuronx.artifacts.store import (
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import as_property, join_words, make_buckets
+from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import (
     ArtifactMismatchError,
     ArtifactNotFoundError,
     BackendError,
-    ConfigError,
     describe_differences,
 )
+from djl_python_neuronx.loading.compile_facts import compile_facts, package_versions
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
-from djl_python_neuronx.loading.mismatch import graph_target, has_own_graphs
-from djl_python_neuronx.loading.prepare import Prepared
+from djl_python_neuronx.loading.load_plan import adapt_plan, load_plan
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import Purpose
-from djl_python_neuronx.planning.arguments import LibraryArguments
-from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
-from djl_python_neuronx.planning.plan import (
-    PACKAGE_VERSIONS,
-    flag_facts,
-    graph_options,
-    library_arguments,
-    library_facts,
-    stored_findings,
-)
+from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NEURON_CACHE = Path("/var/tmp/neuron-compile-cache")  # noqa: S108  (the Neuron compiler's own default)
-_PACKAGES = ("djl-python-neuronx", "safetensors", "torch", "transformers")
 _OPTION = "option.compiled_graph_path"
 
 
@@ -73,7 +54,7 @@ class Compiled:
     """None: the backend compiles nothing, or `load` makes the graphs."""
     plan: LoadPlan
     """The backend's plan to load them."""
-    facts: CompileFacts
+    facts: manifests.CompileFacts
     cache_hit: bool | None = None
     """True if the compile store had the graphs; None if they were not looked up there."""
 
@@ -90,7 +71,7 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
         BackendError: the backend cannot compile the model.
     """
     plan = load_plan(prepared, tokenizer)
-    compiled = Compiled(None, plan, _facts(prepared, plan.model_dir))
+    compiled = Compiled(None, plan, compile_facts(prepared, plan.model_dir))
     compiler = backends.compiler(prepared.backend)
     if compiler is None:
         return compiled
@@ -106,66 +87,11 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
     if prepared.own_graphs is not None:
         compiled = replace(compiled, folder=prepared.own_graphs)
     elif has_graphs and (folder := _named_graphs(prepared, str(place), compiled.facts, "all")):
-        compiled = replace(compiled, folder=folder, plan=_adapt_plan(prepared, plan, folder))
+        compiled = replace(compiled, folder=folder, plan=adapt_plan(prepared, plan, folder))
     else:
         compiled = _build(prepared, compiled, _locate(prepared, None if has_graphs else place))
     logger.info("compiled folder=%s", compiled.folder)
     return compiled
-
-
-def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPlan:
-    """Write the backend's plan for a prepared model.
-
-    Raises:
-        ConfigError: options are not filled in.
-        ArtifactNotFoundError: the weights are absent.
-        IncompatibleOptionsError: the shapes contradict each other.
-    """
-    artifact, options = prepared.artifact, prepared.options
-    max_model_len, num_slots = options.max_model_len, options.max_rolling_batch_size
-    if max_model_len is None or num_slots is None or options.dtype == "auto":
-        msg = "n_positions, max_rolling_batch_size and dtype must be filled in first"
-        raise ConfigError(msg)
-    weights = prepared.weights
-    if weights is None and not options.simulated:
-        msg = f"the weights of {artifact.path} are not here; prepare the model for a start"
-        raise ArtifactNotFoundError(msg)
-    # The weights of the ranks lie beside the graphs: the folder is that of the configuration.
-    folder = artifact.path if weights is None or weights.kind == "ranks" else weights.folder
-    return LoadPlan(
-        model_dir=folder,
-        kind="safetensors" if weights is None else weights.kind,
-        num_slots=num_slots,
-        max_model_len=max_model_len,
-        # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
-        prefill_buckets=options.context_length_estimate or (max_model_len,),
-        token_buckets=options.token_buckets or make_buckets(max_model_len),
-        dtype=options.dtype,
-        tensor_parallel_degree=prepared.case.degree,
-        process_cores=prepared.process_cores,
-        trust_remote_code=options.trust_remote_code,
-        revision=options.revision,
-        num_threads=options.cpu_threads,
-        sim_step_ms=options.sim_step_ms,
-        eos_ids=_eos_ids(artifact, tokenizer),
-        num_speculative_tokens=options.speculative_length if options.speculating else 0,
-        mixed_steps=bool(options.enable_chunked_prefill),
-        default_top_k=options.on_device_default_top_k,
-        arguments=prepared.planned.arguments or LibraryArguments(),
-    )
-
-
-def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozenset[int]:
-    """Return the model's ids, else the tokenizer's. Without any, only lengths and stop strings end a text."""
-    if artifact.eos_ids:
-        return artifact.eos_ids
-    vocab_size = artifact.config.get("vocab_size") or sys.maxsize
-    eos_id = tokenizer().eos_id
-    if eos_id is not None and eos_id < vocab_size:
-        return frozenset({eos_id})
-    reason = "no id of the vocabulary in configuration or tokenizer"
-    logger.warning("no_eos path=%s reason=%r", artifact.path, reason)
-    return frozenset()
 
 
 def foresee(prepared: Prepared, problems: Problems) -> None:
@@ -180,7 +106,7 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
     if reason := compiler.uncompilable(prepared.artifact.config):
         _check_allowed(prepared, reason)
         return
-    facts = _facts(prepared, prepared.weights.folder)
+    facts = compile_facts(prepared, prepared.weights.folder)
     named, has_graphs = _named_place(prepared)
     if has_graphs and (
         fetch.uri_scheme(str(named)) or _named_graphs(prepared, str(named), facts, "none")
@@ -192,29 +118,6 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
     if (miss := _open_store(prepared, place).look(facts)) is not None:
         level, message = _judge(prepared, place, miss)
     problems.add(level, message)
-
-
-def _facts(prepared: Prepared, model_dir: Path) -> CompileFacts:
-    backend = prepared.backend
-    wanted: dict[str, Any] = {}
-    package, version = "none", ""
-    if (compiler := backends.compiler(backend)) is not None:
-        wanted = graph_options(prepared.options, backend)
-        wanted |= library_facts(backend) | flag_facts(prepared.environ)
-        package, version = backends.COMPILER, compiler.compiler_version()
-    return CompileFacts(
-        graph_options=wanted,
-        artifact_digest=artifact_digest(model_dir),
-        compiler=package,
-        compiler_version=version,
-        target=graph_target(prepared.machine, backend),
-        role=prepared.role,
-    )
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the installed libraries."""
-    return installed_versions((*libraries(), *_PACKAGES))
 
 
 def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
@@ -231,7 +134,7 @@ def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
 
 
 def _named_graphs(
-    prepared: Prepared, place: str, facts: CompileFacts, hashes: Hashes
+    prepared: Prepared, place: str, facts: manifests.CompileFacts, hashes: manifests.Hashes
 ) -> Path | None:
     """Return the local folder of saved graphs; None if they are for other facts and are to be compiled again.
 
@@ -249,7 +152,7 @@ def _named_graphs(
         return None if prepared.backend == "nxdi" else folder
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, hashes=hashes, exact=False)
-    found = differences(facts, manifest.facts)
+    found = manifests.differences(facts, manifest.facts)
     for name in PACKAGE_VERSIONS - manifest.facts.graph_options.keys():
         found.pop(name, None)
     if found and prepared.options.on_mismatch == "error":
@@ -258,16 +161,6 @@ def _named_graphs(
         listed = describe_differences(found, prepared.resolved.origins)
         logger.warning("compiled_graphs_not_used place=%s %s", place, listed)
     return None if found else folder
-
-
-def _adapt_plan(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
-    """Return the plan that loads the graphs in a folder that an option names."""
-    if has_own_graphs(folder):
-        return plan
-    case = replace(prepared.case, foreign_graphs=True)
-    for finding in stored_findings(case):
-        logger.warning("option_finding %s", prepared.resolved.describe(finding))
-    return replace(plan, arguments=library_arguments(case))
 
 
 def _locate(prepared: Prepared, named: str | None) -> CompilePlace:
@@ -336,7 +229,7 @@ def _judge(prepared: Prepared, place: CompilePlace, miss: Miss) -> tuple[Level, 
         reason = f"the graphs in {place.store} are damaged: {miss.damage}"
     elif miss.nearest is not None:
         where, other = miss.nearest
-        found = differences(miss.wanted, other)
+        found = manifests.differences(miss.wanted, other)
         listed = describe_differences(found, prepared.resolved.origins)
         reason = f"{place.store} has no graphs for these settings. Nearest, in {where}: {listed}"
         names = {key.partition(".")[0] for key in found}

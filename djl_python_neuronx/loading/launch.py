@@ -16,7 +16,7 @@ from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
 from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
-from djl_python_neuronx.loading.prepare import Prepared
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores

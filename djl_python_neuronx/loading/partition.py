@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -16,39 +14,32 @@ from typing import Any
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
-from djl_python_neuronx.artifacts.artifact import CUT
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
-from djl_python_neuronx.artifacts.compiled_formats import LmiAot, NxdiBeside
-from djl_python_neuronx.artifacts.formats import OwnOutput
-from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
-from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
 from djl_python_neuronx.config import own_code
-from djl_python_neuronx.config.options import names_where, option
-from djl_python_neuronx.config.trust import doubt
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
-    IncompatibleOptionsError,
     InvalidOptionError,
 )
-from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
-from djl_python_neuronx.loading.compiled import Compiled, obtain, package_versions
-from djl_python_neuronx.loading.prepare import Prepared, prepare_or_raise
+from djl_python_neuronx.loading.compile_facts import package_versions
+from djl_python_neuronx.loading.compiled import Compiled, obtain
+from djl_python_neuronx.loading.output_weights import (
+    check_presharded,
+    layout,
+    preshard,
+    usual_weights,
+)
+from djl_python_neuronx.loading.pinned import for_djl, pinned
+from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.planning.plan import graph_options, stored_findings
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _DRAFT_OPTION = "speculative_draft_model"
-_HANDOVER = names_where(lambda marker: marker.djl.overrules)
-"""How DJL Serving hands over requests: it may overrule these options."""
-_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
-_OF_MACHINE = {"NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"}.union(
-    *(option(name).env for name in names_where(lambda marker: marker.output == "local"))
-)
 
 
 def compile_model(
@@ -61,7 +52,7 @@ def compile_model(
     weights: WeightsInOutput | None = None,
     overwrite: bool = False,
     progress: LoadProgress = SILENT,
-) -> Manifest:
+) -> manifests.Manifest:
     """Compile the model folder, hub id or URI `model` and write the result to `output`, a folder or ``s3://…``.
 
     `machine`: the one that will serve; None: this one. `weights`: None for what the backend loads fastest, cut weights
@@ -85,13 +76,13 @@ def compile_model(
         purpose=Purpose.COMPILE,
         progress=progress,
     )
-    weights = weights or _usual_weights(prepared)
+    weights = weights or usual_weights(prepared)
     if weights == "presharded":
-        _check_presharded(prepared)
+        check_presharded(prepared)
     return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
 
 
-def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> Manifest:
+def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> manifests.Manifest:
     """Compile with the options that DJL's partition script passes; otherwise like `compile_model`.
 
     Raises:
@@ -113,7 +104,7 @@ def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> M
             "library writes them. Run `djl-neuronx convert` first, or set option.partition_schema=compile_only"
         )
         raise ArtifactError(msg)
-    weights = "none" if schema == "compile_only" else _usual_weights(prepared)
+    weights = "none" if schema == "compile_only" else usual_weights(prepared)
     writer = _Writer(prepared.load_tokenizer(), weights, own_properties=False)
     return writer.write(prepared, options.save_mp_checkpoint_path)
 
@@ -128,7 +119,7 @@ class _Writer:
     own_properties: bool = True
     """False: another program writes `serving.properties` later, which the manifest then must not list."""
 
-    def write(self, prepared: Prepared, output: str) -> Manifest:
+    def write(self, prepared: Prepared, output: str) -> manifests.Manifest:
         """Compile a model and write it to a folder or to S3."""
         started_s, source = time.monotonic(), _source(prepared)
         to_s3 = self._check_s3(prepared, output)
@@ -178,7 +169,9 @@ class _Writer:
             s3.check_free(output, prepared.environ)
         return True
 
-    def _write_folder(self, prepared: Prepared, compiled: Compiled, destination: Path) -> Manifest:
+    def _write_folder(
+        self, prepared: Prepared, compiled: Compiled, destination: Path
+    ) -> manifests.Manifest:
         options, write_draft = pinned(prepared), None
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
@@ -194,110 +187,17 @@ class _Writer:
             facts=compiled.facts,
             options=options,
             packages=package_versions(),
-            layout=_layout(prepared, cut=self.weights == "presharded"),
+            layout=layout(prepared, cut=self.weights == "presharded"),
             compiled=compiled.folder,
-            write_weights=partial(_preshard, prepared, compiled)
+            write_weights=partial(preshard, prepared, compiled)
             if self.weights == "presharded"
             else None,
             write_draft=write_draft,
             weights=self.weights,
-            for_djl=_for_djl(prepared),
+            for_djl=for_djl(prepared),
             own_properties=self.own_properties,
             overwrite=self.overwrite,
         )
-
-
-def _usual_weights(prepared: Prepared) -> WeightsInOutput:
-    """NxD Inference divides whole weights again at each start, on the host and for minutes."""
-    divided = prepared.backend == "nxdi" and prepared.options.save_sharded_checkpoint is not False
-    return "presharded" if divided else "link"
-
-
-def _check_presharded(prepared: Prepared) -> None:
-    found = stored_findings(replace(prepared.case, presharded=True))
-    problem = next((finding.problem for finding in found if finding.level == "error"), None)
-    if CUT.isdisjoint(prepared.case.weights):
-        problem = f"the {prepared.backend} backend reads no weights that are cut for each core"
-    elif prepared.backend == "tnx" and not prepared.options.on_device_embedding:
-        problem = "override_neuron_config sets on_device_embedding=false; leave it out"
-    if problem is not None:
-        msg = f"{problem} (--weights presharded), or name link, copy or none"
-        raise IncompatibleOptionsError(msg)
-
-
-def _preshard(prepared: Prepared, compiled: Compiled, folder: Path) -> None:
-    """Write the weights of a model as each core takes them into a folder with its graphs."""
-    compile_guarded(
-        prepared.backend,
-        replace(compiled.plan, presharded=True),
-        folder,
-        environ=prepared.environ,
-        neff_cache=None,
-        forecast=Forecast(0, 0.0),
-    )
-    # A library may rewrite its record of the compile. The output's own manifest lists the weights.
-    manifest = manifests.read(folder)
-    manifests.write(folder, manifest.refreshed(folder))
-
-
-def pinned(prepared: Prepared) -> dict[str, object]:
-    """Options to pin in an output: those that are set and those that followed from model and machine.
-
-    Also the backend, and how DJL Serving hands over requests, because recent versions choose the slow way.
-    """
-    options, origins = prepared.options, prepared.resolved.origins
-    values = options.model_dump(mode="json")
-    names = {*origins, *graph_options(options, prepared.backend)} & {*values} - {"model_dir"}
-    found = {name: _text(values[name]) for name in sorted(names) if values[name] is not None}
-    found["model_loader"] = prepared.backend
-    if _HANDOVER.isdisjoint(origins):
-        found["async_mode"] = True
-    if found.get("async_mode") is True:
-        found.pop("batch_size", None)  # without effect: DJL Serving hands over requests one by one
-    return found
-
-
-def _for_djl(prepared: Prepared) -> dict[str, str]:
-    """The keys that only DJL Serving reads; of `option.env` what is harmless, not secret and no place."""
-    found, left_out, variables = dict(prepared.resolved.for_djl), [], []
-    options = prepared.options
-    found.pop("max_dynamic_batch_size", None)
-    if options.batch_size > 1 and options.rolling_batch == "disable" and not options.async_mode:
-        found["batch_size"] = str(options.batch_size)
-    for name, setting in prepared.resolved.worker_variables.items():
-        value = CACHE_DIR_FLAG.sub("", str(setting.value)).strip()
-        is_local = name in _OF_MACHINE or prepared.environ.get(name) != setting.value
-        if is_local or _SECRET.search(name) or doubt(name, value) is not None:
-            left_out.append(name)
-        else:
-            variables.append(f"{name}={value}")
-    if left_out:
-        logger.warning(
-            "option_env_left_out names=%s reason='an output gets no secrets, nothing that only this machine has, and "
-            "nothing that a model folder may not set; set them where it is served'",
-            ",".join(left_out),
-        )
-    return {**found, "option.env": ",".join(variables)} if variables else found
-
-
-def _text(value: object) -> object:
-    """Write some lists as JSON: commas can neither nest nor tell a list of one number from the number."""
-    is_json = isinstance(value, list) and (
-        len(value) == 1 or any(isinstance(entry, (list, dict)) for entry in value)
-    )
-    return json.dumps(value) if is_json else value
-
-
-def _layout(prepared: Prepared, *, cut: bool) -> str:
-    """The format that the model had before this package compiled it, or that of cut weights beside the graphs."""
-    artifact = prepared.artifact
-    if prepared.backend == "nxdi" and (cut or artifact.neuron_config):
-        return NxdiBeside.name
-    if cut:
-        return LmiAot.name
-    if artifact.format == OwnOutput.name:
-        return manifests.read(artifact.path).layout or "huggingface"
-    return artifact.format
 
 
 def _source(prepared: Prepared) -> Path:

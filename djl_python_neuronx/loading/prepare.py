@@ -6,22 +6,16 @@ device.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.artifacts.artifact import CUT, Artifact
-from djl_python_neuronx.artifacts.manifest import Role
-from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
-from djl_python_neuronx.artifacts.weights import Weights
+from djl_python_neuronx.artifacts.artifact import CUT
 from djl_python_neuronx.config import sources, trust
-from djl_python_neuronx.config.findings import Level, Problem, Problems
-from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.loading.find import DRAFT, Model, find_model, find_named
 from djl_python_neuronx.loading.judge import (
@@ -32,17 +26,15 @@ from djl_python_neuronx.loading.judge import (
     judge_vocabulary,
 )
 from djl_python_neuronx.loading.mismatch import fill_recorded, has_own_graphs
+from djl_python_neuronx.loading.preparation_log import log_plan, log_problems, log_settings
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose, Situation
-from djl_python_neuronx.loading.tokenizer_process import LOAD_S, TokenizerProcess
-from djl_python_neuronx.planning import machines, memory
+from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import choose_backend, libraries
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.cores import Need
 from djl_python_neuronx.planning.defaults import DRAFT_ORIGIN, as_draft_model, draft_settings
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
-from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import (
-    ServingPlan,
     assess,
     examine,
     judge,
@@ -50,105 +42,8 @@ from djl_python_neuronx.planning.plan import (
     stored_findings,
 )
 from djl_python_neuronx.planning.rules import library_conflicts
-from djl_python_neuronx.types import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 DRAFT_PREFIX = "the draft model: "
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A model with the settings, the machine and the plan to serve it with."""
-
-    resolved: Resolved
-    """The settings, filled in."""
-    name: str
-    """The model, as the settings name it, or its folder."""
-    source: str
-    """The place of its configuration, for people."""
-    artifact: Artifact
-    """Without weights where a dry run found config.json only."""
-    case: Case
-    planned: ServingPlan
-    weights: Weights | None
-    """The weights to load; None: they are absent or unusable, which only a dry run accepts."""
-    own_graphs: Path | None
-    """The folder of graphs that came with the model, if they were compiled for exactly these settings, versions and
-    flags."""
-    environ: Mapping[str, str] = field(repr=False)
-    """Variables of the process that will serve."""
-    progress: LoadProgress
-    purpose: Purpose
-    draft: Prepared | None = None
-    """The draft model, for the same slots and lengths."""
-    role: Role = "model"
-    """Role in the compile store."""
-    process_cores: int = 0
-    """NeuronCores that the model and its draft model share; 0 without a draft model."""
-
-    @property
-    def options(self) -> ServingOptions:
-        """The options, filled in."""
-        return self.resolved.options
-
-    @property
-    def backend(self) -> str:
-        """The backend that serves the model."""
-        return self.case.backend
-
-    @property
-    def machine(self) -> DeviceInfo:
-        """The machine, with the cores that this process may use."""
-        return self.case.machine
-
-    @property
-    def need(self) -> Need:
-        """The cores of each copy, those of a draft model included."""
-        options, cores = self.options, 0
-        if not self.case.on_cpu:
-            cores = max(self.case.degree * self.case.worlds, self.process_cores)
-        return Need(self.name, cores, options.replicas)
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Host memory that the load of a copy takes at its peak, see `memory.host_bytes`; None if unknown."""
-        sizes = [
-            memory.host_bytes(one.case, one.artifact.kind, one.artifact.dtype) or 0
-            for one in (self, self.draft)
-            if one is not None
-        ]
-        return sum(sizes) if all(sizes) else None
-
-    def load_tokenizer(self, *, needs_torch: bool = True) -> Tokenizer:
-        """Load the tokenizer beside the model. `needs_torch`: false in a process that loads no model.
-
-        Raises:
-            ArtifactError: it is missing or damaged.
-        """
-        return load_tokenizer(
-            self.artifact.path, **{**self._tokenizer_how, "needs_torch": needs_torch}
-        )
-
-    def start_tokenizer(self, load_s: float = LOAD_S, **limits: Any) -> TokenizerProcess:  # noqa: ANN401
-        """Load the tokenizer beside the model, to serve it: in separate processes, within `load_s`.
-
-        `limits`: `timeout_s` and `limit` of `TokenizerProcess`; by default `option.text_timeout`.
-
-        Raises:
-            ArtifactError: it is missing or damaged, or takes too much time or memory.
-        """
-        limits = {"timeout_s": self.options.text_timeout, **limits}
-        return TokenizerProcess(self.artifact.path, load_s=load_s, **limits, **self._tokenizer_how)
-
-    @property
-    def _tokenizer_how(self) -> dict[str, Any]:
-        return {
-            "trust_remote_code": self.options.trust_remote_code,
-            "revision": self.options.revision,
-            "chat_template": self.options.chat_template,
-            "needs_torch": not self.options.engine_process,
-        }
 
 
 def prepare_or_raise(
@@ -157,7 +52,7 @@ def prepare_or_raise(
     *,
     environ: Mapping[str, str],
     overrides: Mapping[str, str] = MappingProxyType({}),
-    machine: DeviceInfo | None = None,
+    machine: machines.DeviceInfo | None = None,
     purpose: Purpose = Purpose.SERVE,
     among_others: bool = False,
     progress: LoadProgress = SILENT,
@@ -171,22 +66,22 @@ def prepare_or_raise(
     """
     problems = Problems()
     settings = examine(properties, model_dir, environ, problems, overrides)
-    _log_settings(settings)
+    log_settings(settings)
     variables, inherited = settings.worker_variables, properties is not None
     environ = trust.serving_environ(environ, variables, problems, inherited=inherited)
     here = machine or machines.detect(environ=environ)
     is_named = machine is not None
     situation = Situation(purpose, here, environ, problems, is_named, among_others, progress)
-    logged = _log_problems(problems)
+    logged = log_problems(problems)
     prepared = prepare(settings, situation)
     if prepared is not None:
-        _log_settings(prepared.resolved, logged=settings)
-    _log_problems(problems, logged)
+        log_settings(prepared.resolved, logged=settings)
+    log_problems(problems, logged)
     problems.raise_errors()
     if prepared is None:
         msg = "option.model_id is not set; expected a Hugging Face id, a folder or a URI"
         raise ConfigError(msg)
-    _log_plan(prepared)
+    log_plan(prepared)
     return prepared
 
 
@@ -312,42 +207,3 @@ def _with_draft(prepared: Prepared, draft: Model, situation: Situation) -> Prepa
     cores = max(prepared.case.degree, other.case.degree)
     other = replace(other, process_cores=cores)
     return replace(prepared, draft=other, process_cores=cores)
-
-
-def _log_settings(resolved: Resolved, logged: Resolved | None = None) -> None:
-    """Log the options and where they come from, except those already `logged`.
-
-    In two steps, so that the log of a start that fails in between has the origins of its settings.
-    """
-    before = set() if logged is None else {(name, where) for name, _, where in logged.explain()}
-    for option, value, origin in resolved.explain():
-        if (option, origin) not in before:
-            level = logging.DEBUG if origin == "default" else logging.INFO
-            logger.log(
-                level, "option name=%s value=%s origin=%r", option, as_property(value), origin
-            )
-    for option, reason in resolved.ignored.items() if logged is None else ():
-        logger.info("option_ignored name=%s reason=%r", option, reason)
-
-
-def _log_problems(problems: Problems, logged: Collection[Problem] = ()) -> tuple[Problem, ...]:
-    """Log warnings and notes, except those already `logged`; return all."""
-    for problem in problems:
-        if problem.level != "error" and problem not in logged:
-            level = logging.WARNING if problem.level == "warning" else logging.INFO
-            logger.log(level, "option_finding level=%s %s", problem.level, problem.message)
-    return tuple(problems)
-
-
-def _log_plan(prepared: Prepared) -> None:
-    """Log what will be compiled and loaded, so that the log of a start that is killed later has the reason."""
-    planned = prepared.planned
-    logger.info(
-        "planned backend=%s format=%s parameters=%s graphs=%d estimated_compile_s=%.0f needed_gib_per_core=%s",
-        prepared.backend,
-        prepared.artifact.format,
-        prepared.case.model.num_parameters,
-        len(planned.graphs),
-        planned.estimated_compile_s,
-        f"{planned.memory.needed / 2**30:.2f}" if planned.memory else "unknown",
-    )

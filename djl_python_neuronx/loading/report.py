@@ -14,7 +14,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import as_property, jsonable
 from djl_python_neuronx.errors import redacted
 from djl_python_neuronx.loading.check import Placement, Report
-from djl_python_neuronx.loading.prepare import Prepared
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments
 from djl_python_neuronx.planning.cores import chips, free_cores
 from djl_python_neuronx.planning.memory import CoreMemory

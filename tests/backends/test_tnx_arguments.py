@@ -18,7 +18,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.loading.check import check
-from djl_python_neuronx.loading.compiled import load_plan
+from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.arguments import LibraryArguments, PlannedGraph

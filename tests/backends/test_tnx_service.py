@@ -29,6 +29,7 @@ from djl_python_neuronx.errors import (  # noqa: E402
 )
 from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
 from djl_python_neuronx.loading.check import check  # noqa: E402
+from djl_python_neuronx.loading.load_plan import load_plan  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
 from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
@@ -334,7 +335,7 @@ def test_weights_in_the_cut_of_another_program_are_served(tmp_path: Path, layout
     cut = tmp_path / "compiled" if layout == "lmi_aot" else tmp_path
     cut.mkdir(exist_ok=True)
     backends.get("tnx").compile(
-        replace(graphs.load_plan(prepared, prepared.load_tokenizer), presharded=True), cut
+        replace(load_plan(prepared, prepared.load_tokenizer), presharded=True), cut
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / name, tmp_path)

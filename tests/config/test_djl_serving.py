@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from djl_python_neuronx.artifacts.output import properties_file
-from djl_python_neuronx.loading import check, partition
+from djl_python_neuronx.loading import check, pinned
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.defaults import fill
@@ -95,9 +95,8 @@ def compiled(resolved, folder):
     """Write a folder as `compile` does."""
     prepared = SimpleNamespace(resolved=resolved, options=resolved.options, backend="tnx")
     slots = {"max_rolling_batch_size": outcome(resolved)[2]}  # a fact of the graphs
-    for_djl = partition._for_djl(prepared)
     write(folder, ())
-    content = properties_file({**partition.pinned(prepared), **slots}, for_djl)
+    content = properties_file({**pinned.pinned(prepared), **slots}, pinned.for_djl(prepared))
     (folder / "serving.properties").write_bytes(content)
 
 

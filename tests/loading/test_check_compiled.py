@@ -13,9 +13,9 @@ from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
 from djl_python_neuronx.artifacts.store import CompileStore
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading import check as check_module
-from djl_python_neuronx.loading import compiled as compiled_module
 from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
+from djl_python_neuronx.loading.compile_facts import compile_facts
 from djl_python_neuronx.loading.report import as_json
 from djl_python_neuronx.planning import plan
 from djl_python_neuronx.planning.backend_choice import Library
@@ -482,7 +482,7 @@ def test_check_says_whether_a_start_compiles(tmp_path, at_hand):
     assert not list((tmp_path / "cache").iterdir())
     prepared = run(TINY, **GRAPHS, **place).prepared
     CompileStore(tmp_path / "cache" / "djl-neuronx").build(
-        compiled_module._facts(prepared, TINY),
+        compile_facts(prepared, TINY),
         lambda folder: (folder / "prefill.neff").write_text("x"),
         on_miss=lambda miss: None,
         effective_options={},

@@ -11,8 +11,8 @@ from djl_python_neuronx.config.options import names_where, option
 from djl_python_neuronx.config.resolve import read_settings
 from djl_python_neuronx.config.sources import HUB, from_file, with_worker_variables
 from djl_python_neuronx.errors import ArtifactMismatchError
-from djl_python_neuronx.loading import partition
-from djl_python_neuronx.loading.partition import compile_model, pinned
+from djl_python_neuronx.loading.partition import compile_model
+from djl_python_neuronx.loading.pinned import for_djl, pinned
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from tests.config.option_table import TABLE
 from tests.doubles.neuron_machine import TINY
@@ -37,7 +37,7 @@ def served_elsewhere(settings, folder):
     )
     options = {**pinned(prepared), "model_loader": settings.options.model_loader}
     folder.mkdir()
-    written = properties_file(options, partition._for_djl(prepared))
+    written = properties_file(options, for_djl(prepared))
     (folder / "serving.properties").write_bytes(written)
     return read(folder)
 

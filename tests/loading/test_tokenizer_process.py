@@ -28,7 +28,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     TextLimitError,
 )
-from djl_python_neuronx.loading import tokenizer_process
+from djl_python_neuronx.loading import forked, tokenizer_process, tokenizer_workers
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
 from djl_python_neuronx.types import Rendering
 from tests.artifacts import tokenizer_folders as folders
@@ -120,7 +120,7 @@ def test_a_call_that_is_interrupted_leaves_no_answer_for_the_next(tmp_path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokenizer_process._Process, "receive", interrupt)
+        patched.setattr(forked.Process, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tokenizer.encode("Another text")
     assert tokenizer.encode("The fox") == ids
@@ -183,7 +183,7 @@ def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
         processes = {
             "worker": worker_of(tokenizer),
             "loader": tokenizer._loader.pid,
-            "library": tokenizer_process._library[0][0].pid,
+            "library": forked._library[0][0].pid,
         }
         killed = processes[level]
         ended = descendants(killed)
@@ -199,7 +199,7 @@ def test_processes_that_are_killed_are_replaced(tmp_path, caplog):
 def test_close_leaves_no_process_and_no_descriptor(tmp_path):
     folder = write(tmp_path)
     start(folder).close()  # which starts the library process
-    library = tokenizer_process._library[0][0].pid
+    library = forked._library[0][0].pid
     gc.collect()  # of tests that failed
     before, open_files = descendants(library), sum(1 for _ in Path("/proc/self/fd").iterdir())
     tokenizer = start(folder)
@@ -216,7 +216,7 @@ def test_close_leaves_no_process_and_no_descriptor(tmp_path):
 
 def test_close_ends_a_call_that_runs_with_advice_to_retry(tmp_path):
     tokenizer = start(write(tmp_path), timeout_s=600, chat_template=ENDLESS)
-    library = tokenizer_process._library[0][0].pid
+    library = forked._library[0][0].pid
     before = len(descendants(library))
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(tokenizer.encode_chat, [{"role": "user", "content": "a"}])
@@ -283,7 +283,7 @@ def test_a_process_that_cannot_be_started_is_an_error(tmp_path, monkeypatch):
 
     loader = tokenizer._loader
     with monkeypatch.context() as patched:
-        patched.setattr(tokenizer_process, "_pipe", refuse)
+        patched.setattr(forked, "_pipe", refuse)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):
             tokenizer.encode("The fox")
         with pytest.raises(
@@ -305,7 +305,7 @@ def worker_of(tokenizer):
 @pytest.mark.parametrize("text", ["The fox", "The fox " * 10**6])
 def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
     """The kernel's limit does not end it: a stopped process takes no signal but SIGKILL, and reads nothing."""
-    monkeypatch.setattr(tokenizer_process, "FORK_S", 3)
+    monkeypatch.setattr(forked, "FORK_S", 3)
     monkeypatch.setattr(
         tokenizer_process, "MOST_SLOW", 0
     )  # it has computed nothing: it is not slow
@@ -322,7 +322,7 @@ def test_a_worker_that_is_stopped_is_ended(tmp_path, monkeypatch, text):
 
 def test_a_text_of_a_worker_that_gets_no_time_takes_too_long(tmp_path, monkeypatch):
     """The kernel's limit begins when the worker reads the text: here after the front's, as on a busy machine."""
-    monkeypatch.setattr(tokenizer_process, "GRACE_S", 0)
+    monkeypatch.setattr(forked, "GRACE_S", 0)
     tokenizer = start(write(tmp_path), timeout_s=2.0, chat_template=ENDLESS)
     ids = tokenizer.encode("The fox")
     late = worker_of(tokenizer)
@@ -356,11 +356,11 @@ def test_a_worker_that_is_killed_before_it_reads_is_no_fault_of_the_text(tmp_pat
 
 @pytest.mark.parametrize("level", ["loader", "library"])
 def test_a_process_that_is_stopped_is_replaced(tmp_path, monkeypatch, caplog, level):
-    monkeypatch.setattr(tokenizer_process, "FORK_S", 3)
+    monkeypatch.setattr(forked, "FORK_S", 3)
     folder = write(tmp_path)
     tokenizer = start(folder)
     ids = tokenizer.encode("The fox")
-    library = tokenizer_process._library[0][0]
+    library = forked._library[0][0]
     stopped = library.pid if level == "library" else tokenizer._loader.pid
     os.kill(stopped, signal.SIGSTOP)
     if level == "loader":
@@ -379,17 +379,17 @@ def test_a_process_that_is_stopped_is_replaced(tmp_path, monkeypatch, caplog, le
 def test_a_loader_that_is_stopped_during_its_load_is_ended(tmp_path, monkeypatch):
     folder = write(tmp_path)
     start(folder).close()  # which starts the library process
-    forked, fork = [], tokenizer_process._Process.fork
+    forks, fork = [], forked.Process.fork
 
     def stopped(process):
-        forked.append(fork(process))
-        os.kill(forked[-1].pid, signal.SIGSTOP)
-        return forked[-1]
+        forks.append(fork(process))
+        os.kill(forks[-1].pid, signal.SIGSTOP)
+        return forks[-1]
 
-    monkeypatch.setattr(tokenizer_process._Process, "fork", stopped)
+    monkeypatch.setattr(forked.Process, "fork", stopped)
     with pytest.raises(ArtifactError, match=r"cannot be loaded: it takes more than 0\.1 s"):
         start(folder, load_s=0.1)
-    assert gone([forked[0].pid])
+    assert gone([forks[0].pid])
 
 
 def test_close_ends_a_loader_that_is_stopped(tmp_path):
@@ -416,7 +416,7 @@ def slow_import(folder, monkeypatch, seconds):
     folder.mkdir()
     (folder / "transformers.py").write_text(SLOW.format(folder=str(folder), seconds=seconds))
     monkeypatch.syspath_prepend(folder)
-    for process, _ in tokenizer_process._library:
+    for process, _ in forked._library:
         process.kill()
         process.wait()
 
@@ -460,9 +460,9 @@ def test_an_error_of_a_load_is_named(tmp_path, monkeypatch, error, name):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(tokenizer_process, "_limit_memory", fail)
+    monkeypatch.setattr(tokenizer_workers, "_limit_memory", fail)
     front, end = Pipe()
     front.send_bytes(marshal.dumps((str(tmp_path), {}, 60.0)))
-    tokenizer_process._load_and_fork(end)
+    tokenizer_workers._load_and_fork(end)
     with pytest.raises(ServingError, match=f"{tmp_path.name} cannot be loaded .{name}"):
-        tokenizer_process._Process(front).receive(PATIENCE_S)
+        forked.Process(front).receive(PATIENCE_S)
