@@ -10,11 +10,10 @@ from pathlib import Path
 
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.config.values import make_buckets
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.prepared import Prepared
-from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.arguments import LibraryArguments, graph_lengths
 from djl_python_neuronx.planning.plan import library_arguments, stored_findings
 from djl_python_neuronx.types import Tokenizer
 
@@ -40,14 +39,14 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         raise ArtifactNotFoundError(msg)
     # The weights of the ranks lie beside the graphs: the folder is that of the configuration.
     folder = artifact.path if weights is None or weights.kind == "ranks" else weights.folder
+    prompts, lengths = graph_lengths(options)
     return LoadPlan(
         model_dir=folder,
         kind="safetensors" if weights is None else weights.kind,
         num_slots=num_slots,
         max_model_len=max_model_len,
-        # None where the library has no prompt lengths to choose from: gpt_neox, gptj.
-        prefill_buckets=options.context_length_estimate or (max_model_len,),
-        token_buckets=options.token_buckets or make_buckets(max_model_len),
+        prefill_buckets=prompts,
+        token_buckets=lengths,
         dtype=options.dtype,
         tensor_parallel_degree=prepared.case.degree,
         process_cores=prepared.process_cores,

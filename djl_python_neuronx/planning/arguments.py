@@ -97,9 +97,10 @@ def plain(value: object) -> object:
     return [plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
-def draft_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the prompt lengths and the token lengths of the draft model's graphs; n_positions is set."""
+def graph_lengths(options: ServingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the prompt lengths and the token lengths that are served; n_positions is set."""
     limit = options.max_model_len or 0
+    # gpt_neox and gptj have no prompt lengths to choose from.
     return options.context_length_estimate or (limit,), options.token_buckets or make_buckets(limit)
 
 

@@ -10,9 +10,8 @@ from math import lcm
 from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
 from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.config.values import SMALLEST_BUCKET, make_buckets
-from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.planning import memory
-from djl_python_neuronx.planning.arguments import draft_lengths
+from djl_python_neuronx.planning.arguments import graph_lengths
 from djl_python_neuronx.planning.case import Case, Filled
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import legal_degrees
@@ -298,15 +297,9 @@ def draft_settings(options: ServingOptions, backend: str, model: str) -> dict[st
 
     Options that do not concern it (sampling on the device, layouts, quantisation) are left out. Known defects are
     accepted: a wrong draft costs time and changes no text.
-
-    Raises:
-        ConfigError: the options are not filled in.
     """
-    if options.max_model_len is None:
-        message = "n_positions must be filled in before the draft model's options are known"
-        raise ConfigError(message)
     slots = options.max_rolling_batch_size
-    prompts, lengths = draft_lengths(options)
+    prompts, lengths = graph_lengths(options)
     fields = ServingOptions.model_fields
     same = {name: getattr(options, name) for name in fields if option(name).draft == "same"}
     wanted = {

@@ -20,7 +20,7 @@ from djl_python_neuronx.backends.tnx.model import (
     construct,
     model_type_of,
 )
-from djl_python_neuronx.errors import BackendError, IncompatibleOptionsError
+from djl_python_neuronx.errors import BackendError
 
 __all__ = ["compile", "compiler_version", "load", "uncompilable"]
 
@@ -45,19 +45,14 @@ def uncompilable(config: Mapping[str, Any]) -> str | None:
 def compile(plan: LoadPlan, target: Path) -> None:
     """Write the compiled graphs of a plan into `target`, an existing folder. Takes minutes, and needs a device.
 
-    With `presharded` the weights too; graphs of the plan that are there are used.
+    With `presharded` the weights too, which leave no embedding for the host: `on_device_embedding` is set. Graphs of
+    the plan that are there are used.
 
     Raises:
-        IncompatibleOptionsError: `presharded` without `on_device_embedding`.
         BackendUnavailableError: the library or its cores are missing.
         CompileError: the compiler failed.
         BackendError: anything else; gpt_neox and gptj cannot store their graphs.
     """
-    if plan.presharded and not plan.arguments.neuron_config.get("on_device_embedding"):
-        message = (
-            "weights stored per core leave no embedding for the host; set on_device_embedding=true"
-        )
-        raise IncompatibleOptionsError(message)
     if reason := uncompilable({"model_type": model_type_of(plan.model_dir)}):
         raise BackendError(reason)
     stored = plan.presharded and any(target.glob("*.neff"))

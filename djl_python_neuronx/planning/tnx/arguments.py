@@ -16,8 +16,8 @@ from djl_python_neuronx.planning.arguments import (
     PlannedGraph,
     blocks_of,
     degree_of,
-    draft_lengths,
     environment_of,
+    graph_lengths,
     handed_through,
     override,
     put,
@@ -89,7 +89,7 @@ def graphs(case: Case) -> Iterator[PlannedGraph]:
             yield from (PlannedGraph("speculation", length, slots) for length in lengths)
     if case.options.drafting:
         # A draft model has its own options, and only architectures with continuous batching can be one.
-        prompts, lengths = draft_lengths(case.options)
+        prompts, lengths = graph_lengths(case.options)
         yield from (PlannedGraph("draft prefill", prompt, 1) for prompt in prompts)
         yield from (PlannedGraph("draft decode", length, slots) for length in lengths)
 
