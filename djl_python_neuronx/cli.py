@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from djl_python_neuronx.loading.compile_process import CompileProgress
+    from djl_python_neuronx.loading.prepared import Prepared
     from djl_python_neuronx.loading.situation import LoadProgress
     from djl_python_neuronx.planning.machines import DeviceInfo
     from djl_python_neuronx.service import Service
@@ -271,6 +272,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from djl_python_neuronx.config.resolve import read_settings
         from djl_python_neuronx.loading.check import check_all
         from djl_python_neuronx.loading.situation import Purpose
+        from djl_python_neuronx.loading.targets import folder_or_id
         from djl_python_neuronx.server.http import tls_context
         from djl_python_neuronx.server.keys import read_keys
         from djl_python_neuronx.server.models import Load, Model
@@ -285,12 +287,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     variable = taken(API_KEYS)
     given, several = dict(arguments.option), len(arguments.models) > 1
     loads: dict[Model, Load] = {}
+    prepared: dict[str, Prepared | None] = {}
     for target in arguments.models:
-        model_dir, named = _model(target)
+        model_dir, named = folder_or_id(target)
         overrides = {**named, **given}
         # The server listens first. Problems of the settings are reported by the load, all of them at once.
         options = read_settings(None, model_dir, environment(), Problems(), overrides).options
-        loads[Model(redacted(target), options)] = partial(_load, model_dir, overrides, not several)
+        loads[Model(redacted(target), options)] = partial(
+            _load, target, model_dir, overrides, prepared
+        )
     api_keys = read_keys(options.api_key_file, variable)
 
     def prepare() -> Sequence[Sequence[str] | ServingError]:
@@ -303,6 +308,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             if arguments.exit_on_error:
                 placement.raise_errors()
             placed = placement.without_broken()
+            for target, report in zip(arguments.models, placement.reports, strict=True):
+                prepared[target] = report.prepared
         api_keys[:] = keys
         return placed
 
@@ -319,29 +326,23 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _load(
+    target: str,
     model_dir: Path | None,
     overrides: Mapping[str, str],
-    bars: bool,
+    several: Mapping[str, Prepared | None],
     stage: Callable[[str], None],
     **more: Any,  # noqa: ANN401  (for `Service.load`)
 ) -> Service:
-    """Load a model; see `server.models.Load`. `bars`: show its progress as bars, which one load at a time can."""
+    """Load a model; see `server.models.Load`. `several`: all models, prepared together; empty for a single one.
+
+    Only a single one shows its progress as bars.
+    """
     from djl_python_neuronx.loading.situation import SILENT
     from djl_python_neuronx.service import Service
 
-    with progress_bars(sys.stderr) if bars else nullcontext(SILENT) as progress:
-        in_words = progress.in_words(stage)
-        return Service.load(None, model_dir, overrides=overrides, progress=in_words, **more)
-
-
-def _model(target: str) -> tuple[Path | None, dict[str, str]]:
-    """The model folder, or the option for a model elsewhere. As a `Path`, a URI would lose a slash."""
-    from djl_python_neuronx.artifacts import fetch
-
-    folder = fetch.local_folder(target, None)
-    if folder is None and (fetch.uri_scheme(target) or fetch.is_hub_id(target)):
-        return None, {"model_id": target}
-    return folder or Path(target), {}
+    with nullcontext(SILENT) if several else progress_bars(sys.stderr) as progress:
+        more |= {"prepared": several.get(target), "progress": progress.in_words(stage)}
+        return Service.load(None, model_dir, overrides=overrides, **more)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -14,13 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.launch import make_launch
 from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress
 from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
 from djl_python_neuronx.protocol import custom, parse_body
@@ -109,6 +109,7 @@ class Service:
         *,
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, str] = MappingProxyType({}),
+        prepared: Prepared | None = None,
         placed: Sequence[str] = (),
         before: Service | None = None,
         on_death: Callable[[ServingError], None] = lambda _error: None,
@@ -117,25 +118,25 @@ class Service:
         """Fetch, compile and load the model that the settings name, and start serving it. Takes seconds to hours.
 
         `properties` come from DJL Serving (None outside it), `overrides` from the command line. `placed`: the cores of
-        each copy, from `place`; by default this model has the machine to itself. To replace a service `before`,
-        everything is prepared and no engine started, which `Replicas.start` does.
+        each copy, from `place`; by default this model has the machine to itself. `prepared`: the model, if it was
+        prepared together with others. To replace a service `before`, everything is prepared and no engine started,
+        which `Replicas.start` does.
 
         Raises:
             ServingError: the settings, the model's files or the machine do not allow it.
         """
         started_s = time.monotonic()
         progress.stage("reading the settings and fetching the model")
-        prepared = prepare_or_raise(
+        prepared = prepared or prepare_or_raise(
             properties,
             model_dir,
-            environ=environment() if environ is None else environ,
+            environ=environ,
             overrides=overrides,
-            among_others=bool(placed),
             progress=progress,
         )
         options = prepared.options
         functions = _formatters(properties, model_dir, options)
-        launch = make_launch(prepared, placed)
+        launch = make_launch(prepared, placed, progress)
         service = cls(
             options,
             launch.tokenizer,

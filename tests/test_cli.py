@@ -92,8 +92,8 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
 
     given = {}
 
-    def load(properties, model_dir, *, overrides, placed, before, on_death, progress):
-        given.update(model_dir=model_dir, overrides=overrides, how=(placed, before))
+    def load(properties, model_dir, *, overrides, prepared, placed, before, on_death, progress):
+        given.update(model_dir=model_dir, overrides=overrides, how=(prepared, placed, before))
 
     def serve(loads, *, prepare, **_):
         ((model, load),) = loads.items()
@@ -107,7 +107,7 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
     named = {} if model_id is None else {"model_id": model_id}
     overrides = {**named, "max_waiting": "7"}
     assert given.pop("names")[0] == name
-    assert given == {"model_dir": folder, "overrides": overrides, "how": ((), None)}
+    assert given == {"model_dir": folder, "overrides": overrides, "how": (None, (), None)}
 
 
 def folder_of(path, *lines):
@@ -151,9 +151,10 @@ def test_several_folders_are_served_side_by_side(serve_several, tmp_path):
         (("one",), Path(one)),
         (("second", "2nd"), Path(two)),
     ]
-    for (_, _, how), placed in zip(loaded, (("",), ("", "")), strict=True):
+    for (_, folder, how), placed in zip(loaded, (("",), ("", "")), strict=True):
         assert how["overrides"] == {"max_waiting": "7", "model_loader": "cpu"}
         assert (how["placed"], how["before"]) == (placed, None)
+        assert how["prepared"].options.model_dir == folder  # what was placed is loaded
 
 
 def test_the_name_of_a_model_from_a_uri_holds_no_credentials(monkeypatch):

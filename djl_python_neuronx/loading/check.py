@@ -18,6 +18,7 @@ from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.loading.advice import advice, small_host
 from djl_python_neuronx.loading.compiled import foresee
+from djl_python_neuronx.loading.preparation_log import log_preparation
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, prepare
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import Purpose, Situation
@@ -229,6 +230,8 @@ def check(
     if prepared is None:
         return Report(name, problems, settings)
     if purpose is not Purpose.CHECK:
+        if not problems.errors:
+            log_preparation(prepared, problems)
         return Report(name, problems, prepared.resolved, prepared)
     serves_here = not is_named and not on_cpu
     if obstacle := _missing_here(prepared.backend):

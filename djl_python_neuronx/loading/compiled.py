@@ -36,7 +36,7 @@ from djl_python_neuronx.loading.compile_facts import compile_facts, package_vers
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
 from djl_python_neuronx.loading.load_plan import adapt_plan, load_plan
 from djl_python_neuronx.loading.prepared import Prepared
-from djl_python_neuronx.loading.situation import Purpose
+from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
 from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS
 from djl_python_neuronx.types import Tokenizer
 
@@ -59,7 +59,9 @@ class Compiled:
     """True if the compile store had the graphs; None if they were not looked up there."""
 
 
-def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
+def obtain(
+    prepared: Prepared, tokenizer: Callable[[], Tokenizer], progress: LoadProgress = SILENT
+) -> Compiled:
     """Find or compile the graphs of a prepared model. Compiling takes minutes to hours.
 
     `tokenizer`: the model's own; a draft model has that of the model that it drafts for. A model that is prepared to be
@@ -89,7 +91,9 @@ def obtain(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> Compiled:
     elif has_graphs and (folder := _named_graphs(prepared, str(place), compiled.facts, "all")):
         compiled = replace(compiled, folder=folder, plan=adapt_plan(prepared, plan, folder))
     else:
-        compiled = _build(prepared, compiled, _locate(prepared, None if has_graphs else place))
+        compiled = _build(
+            prepared, compiled, _locate(prepared, None if has_graphs else place), progress
+        )
     logger.info("compiled folder=%s", compiled.folder)
     return compiled
 
@@ -168,7 +172,9 @@ def _locate(prepared: Prepared, named: str | None) -> CompilePlace:
     return locate(named, origin, prepared.environ, NEURON_CACHE)
 
 
-def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compiled:
+def _build(
+    prepared: Prepared, compiled: Compiled, place: CompilePlace, progress: LoadProgress
+) -> Compiled:
     """Return `compiled` with the folder of the graphs in the compile store, which makes them if it has none."""
     environ, made = prepared.environ, []
 
@@ -183,7 +189,7 @@ def _build(prepared: Prepared, compiled: Compiled, place: CompilePlace) -> Compi
             target,
             environ={**environ, URL_VARIABLE: cache},
             neff_cache=None if place.is_remote else Path(cache),
-            forecast=_forecast(prepared),
+            forecast=replace(_forecast(prepared), listener=progress.compile),
         )
         made.append(target)
 
@@ -265,7 +271,7 @@ def _forecast(prepared: Prepared) -> Forecast:
     planned = prepared.planned
     own = [graph for graph in planned.graphs if not graph.kind.startswith("draft")]
     share = len(own) / max(1, len(planned.graphs))
-    return Forecast(len(own), share * planned.estimated_compile_s, prepared.progress.compile)
+    return Forecast(len(own), share * planned.estimated_compile_s)
 
 
 def _writable_cache(place: CompilePlace, environ: Mapping[str, str]) -> str:

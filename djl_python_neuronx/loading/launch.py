@@ -17,6 +17,7 @@ from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess, ModelJob
 from djl_python_neuronx.loading.load_memory import LOAD_MEMORY
 from djl_python_neuronx.loading.prepared import Prepared
+from djl_python_neuronx.loading.situation import SILENT, LoadProgress
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import with_cores
@@ -60,7 +61,9 @@ class Launch:
         ]
 
 
-def make_launch(prepared: Prepared, placed: Sequence[str] = ()) -> Launch:
+def make_launch(
+    prepared: Prepared, placed: Sequence[str] = (), progress: LoadProgress = SILENT
+) -> Launch:
     """Place the copies of a model, begin to load its tokenizer, and find or compile its graphs.
 
     `placed`: the cores of each copy, from `cores.place`; by default this model has the machine to itself.
@@ -78,7 +81,7 @@ def make_launch(prepared: Prepared, placed: Sequence[str] = ()) -> Launch:
     ]
     tokenizer = ThreadPoolExecutor(1).submit(prepared.start_tokenizer).result
     # All before any is loaded: a compilation needs the cores that a loaded model holds.
-    graphs = [obtain(model, tokenizer) for model in models]
+    graphs = [obtain(model, tokenizer, progress) for model in models]
     job = EngineJob(
         tuple(
             ModelJob(

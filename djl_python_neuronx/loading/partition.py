@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
 from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
-from djl_python_neuronx.config import own_code
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -30,10 +29,11 @@ from djl_python_neuronx.loading.output_weights import (
     preshard,
     usual_weights,
 )
-from djl_python_neuronx.loading.pinned import for_djl, pinned
+from djl_python_neuronx.loading.pinned import for_djl, log_left_out, pinned
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
+from djl_python_neuronx.loading.targets import folder_or_id
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.types import Tokenizer
 
@@ -62,9 +62,8 @@ def compile_model(
     Raises:
         ServingError: the settings, the model, the machine or the output do not allow it.
     """
-    model_dir = fetch.local_folder(model, None)
-    if model_dir is None:
-        overrides = {"model_id": model, **overrides}
+    model_dir, named = folder_or_id(model)
+    overrides = {**named, **overrides}
     if weights == "presharded":
         overrides = {**overrides, "on_device_embedding": "true"}  # the library stores no other
     prepared = prepare_or_raise(
@@ -79,7 +78,9 @@ def compile_model(
     weights = weights or usual_weights(prepared)
     if weights == "presharded":
         check_presharded(prepared)
-    return _Writer(prepared.load_tokenizer(), weights, overwrite).write(prepared, output)
+    return _Writer(prepared.load_tokenizer(), weights, overwrite, progress=progress).write(
+        prepared, output
+    )
 
 
 def partition(properties: Mapping[str, Any], *, environ: Mapping[str, str]) -> manifests.Manifest:
@@ -118,6 +119,7 @@ class _Writer:
     overwrite: bool = False
     own_properties: bool = True
     """False: another program writes `serving.properties` later, which the manifest then must not list."""
+    progress: LoadProgress = SILENT
 
     def write(self, prepared: Prepared, output: str) -> manifests.Manifest:
         """Compile a model and write it to a folder or to S3."""
@@ -133,19 +135,13 @@ class _Writer:
             else:
                 folder = Path(output).expanduser().absolute()
                 check_free(source, folder, overwrite=self.overwrite)
-            compiled = obtain(prepared, lambda: self.tokenizer)
+            compiled = obtain(prepared, lambda: self.tokenizer, self.progress)
             made = self._write_folder(prepared, compiled, folder)
             if to_s3:
                 fetch.s3_module(output).upload(
-                    folder, output, prepared.environ, progress=prepared.progress.transfer
+                    folder, output, prepared.environ, progress=self.progress.transfer
                 )
-        own = prepared.options.model_dir or source
-        with suppress(OSError, ArtifactError):
-            if own.resolve() != source.resolve() and own_code.formatters(own):
-                reason = (
-                    "it lies beside the settings, not in the model: copy it, and what it imports"
-                )
-                logger.warning("formatters_left_out file=%s reason='%s'", own / "model.py", reason)
+        log_left_out(prepared, source)
         num_bytes = sum(entry.bytes for entry in made.files.values())
         logger.info(
             "compiled_ahead output=%s files=%d bytes=%d seconds=%.1f",
@@ -175,7 +171,7 @@ class _Writer:
         options, write_draft = pinned(prepared), None
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
-            compiled_draft = obtain(draft, lambda: self.tokenizer)
+            compiled_draft = obtain(draft, lambda: self.tokenizer, self.progress)
             # A draft model is small: its weights stay whole.
             whole: WeightsInOutput = "link" if self.weights == "presharded" else self.weights
             writer = replace(self, own_properties=True, weights=whole)

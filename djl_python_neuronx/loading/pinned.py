@@ -1,14 +1,18 @@
-"""The options and keys that an output of a compile pins."""
+"""What an output of a compile keeps of the settings: options and keys that it pins, and what it leaves out."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from contextlib import suppress
+from pathlib import Path
 
 from djl_python_neuronx.artifacts.store import CACHE_DIR_FLAG
+from djl_python_neuronx.config import own_code
 from djl_python_neuronx.config.options import names_where, option
 from djl_python_neuronx.config.trust import doubt
+from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.plan import graph_options
 
@@ -68,3 +72,12 @@ def _text(value: object) -> object:
         len(value) == 1 or any(isinstance(entry, (list, dict)) for entry in value)
     )
     return json.dumps(value) if is_json else value
+
+
+def log_left_out(prepared: Prepared, source: Path) -> None:
+    """Warn of formatters that an output of the model in `source` lacks."""
+    own = prepared.options.model_dir or source
+    with suppress(OSError, ArtifactError):
+        if own.resolve() != source.resolve() and own_code.formatters(own):
+            reason = "it lies beside the settings, not in the model: copy it, and what it imports"
+            logger.warning("formatters_left_out file=%s reason='%s'", own / "model.py", reason)

@@ -38,6 +38,13 @@ def log_problems(problems: Problems, logged: Collection[Problem] = ()) -> tuple[
     return tuple(problems)
 
 
+def log_preparation(prepared: Prepared, problems: Problems) -> None:
+    """Log the settings, problems and plan of a model."""
+    log_settings(prepared.resolved)
+    log_problems(problems)
+    log_plan(prepared)
+
+
 def log_plan(prepared: Prepared) -> None:
     """Log what will be compiled and loaded, so that the log of a start that is killed later has the reason."""
     planned = prepared.planned

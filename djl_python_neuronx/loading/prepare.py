@@ -50,28 +50,28 @@ def prepare_or_raise(
     properties: Mapping[str, Any] | None,
     model_dir: Path | None,
     *,
-    environ: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] = MappingProxyType({}),
     machine: machines.DeviceInfo | None = None,
     purpose: Purpose = Purpose.SERVE,
-    among_others: bool = False,
     progress: LoadProgress = SILENT,
 ) -> Prepared:
     """Read the settings, download the model and prepare it; log settings, problems and plan. Takes minutes.
 
-    `machine`: the one that will serve, if it is not this one. `among_others`: see `Situation`.
+    `environ`: by default this process's. `machine`: the one that will serve, if it is not this one.
 
     Raises:
         ServingError: the only error, or a `ConfigError` that lists all errors of settings, model and machine.
     """
     problems = Problems()
+    environ = sources.environment() if environ is None else environ
     settings = examine(properties, model_dir, environ, problems, overrides)
     log_settings(settings)
     variables, inherited = settings.worker_variables, properties is not None
     environ = trust.serving_environ(environ, variables, problems, inherited=inherited)
     here = machine or machines.detect(environ=environ)
     is_named = machine is not None
-    situation = Situation(purpose, here, environ, problems, is_named, among_others, progress)
+    situation = Situation(purpose, here, environ, problems, is_named, progress=progress)
     logged = log_problems(problems)
     prepared = prepare(settings, situation)
     if prepared is not None:
@@ -179,7 +179,6 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
         weights=weights,
         own_graphs=compiled,
         environ=situation.environ,
-        progress=situation.progress,
         purpose=situation.purpose,
         role="draft" if case.is_draft else "model",
     )

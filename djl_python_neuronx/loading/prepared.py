@@ -13,7 +13,7 @@ from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.loading.situation import LoadProgress, Purpose
+from djl_python_neuronx.loading.situation import Purpose
 from djl_python_neuronx.loading.tokenizer_process import LOAD_S, TokenizerProcess
 from djl_python_neuronx.planning import memory
 from djl_python_neuronx.planning.case import Case
@@ -44,7 +44,6 @@ class Prepared:
     flags."""
     environ: Mapping[str, str] = field(repr=False)
     """Variables of the process that will serve."""
-    progress: LoadProgress
     purpose: Purpose
     draft: Prepared | None = None
     """The draft model, for the same slots and lengths."""

@@ -14,6 +14,18 @@ from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 from djl_python_neuronx.planning.plan import examine
 
 
+def folder_or_id(target: str) -> tuple[Path | None, dict[str, str]]:
+    """The model folder, or the option for a model elsewhere. As a `Path`, a URI would lose a slash.
+
+    Raises:
+        ArtifactNotFoundError: it is a file.
+    """
+    folder = fetch.local_folder(target, None)
+    if folder is None and (fetch.uri_scheme(target) or fetch.is_hub_id(target)):
+        return None, {"model_id": target}
+    return folder or Path(target), {}
+
+
 def read_target(
     target: str | None,
     environ: Mapping[str, str],

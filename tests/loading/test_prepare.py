@@ -493,8 +493,8 @@ def test_models_are_loaded_with_the_degree_that_they_were_placed_for(machine, op
     placement.raise_errors()
     assert placement.placed == (("0",), ("1",))
     before = toy_service(ToyBackend(TOY_SPEC))
-    for cores in ((), *placement.placed):
-        service = Service.load(None, TINY, placed=cores, before=before, **known)
+    for cores, model in (((), None), *zip(placement.placed, placement.models, strict=True)):
+        service = Service.load(None, TINY, prepared=model, placed=cores, before=before, **known)
         assert service.options.tensor_parallel_degree == (1 if cores else 2)
         service.close()
     before.close()
