@@ -1,4 +1,4 @@
-"""What an output of a compile keeps of the settings: options and keys that it pins, and what it leaves out."""
+"""The settings that an output of a compile keeps, as options and keys, and those that it leaves out."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx.backends import tnx
-from djl_python_neuronx.errors import ArtifactError, BackendError, IncompatibleOptionsError
+from djl_python_neuronx.errors import ArtifactError, BackendError
 from tests.backends.tnx_engine import reference
 from tests.backends.tnx_plans import VARIANTS, cached_in, tnx_plan
 from tests.doubles.device_driver import Driver, assert_same
@@ -113,8 +113,6 @@ def test_weights_are_stored_as_the_cores_take_them(tmp_path: Path, tp: int) -> N
     model, compiled = save_tiny_model("llama", tmp_path / "model"), tmp_path / "compiled"
     compiled.mkdir()
     plan = replace(tnx_plan(model, tp=tp, on_device_embedding=True), presharded=True)
-    with pytest.raises(IncompatibleOptionsError, match="on_device_embedding"):
-        tnx.compile(replace(plan, arguments=tnx_plan(model).arguments), compiled)
     tnx.compile(plan, compiled)
     wanted = reference(load_reference(model), [5, 6, 7], 12)
     (model / "model.safetensors").unlink()
