@@ -23,6 +23,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.answers import Answer, AnswerFormatter, Shape
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.neutral import NEUTRAL
 from djl_python_neuronx.protocol.parameters import (
     Count,
     Flag,
@@ -158,7 +159,8 @@ def _check_names(
     for name, value in payload.items():
         if name in _FIELDS or value is None:
             continue
-        if options.unknown_parameters == "warn" and name not in refused:
+        known = name in refused or name in Parameters.model_fields or name in NEUTRAL
+        if options.unknown_parameters == "warn" and not known:
             log_ignored(name)
             continue
         hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])

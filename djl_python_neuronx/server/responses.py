@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import reprlib
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import ParsedRequest
+from djl_python_neuronx.protocol.parameters import shown_name
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
             for route in request.app.routes
             for method in route.methods - {"HEAD"}
         ]
-        asked = reprlib.repr(f"{request.method} {request.url.path}")
+        asked = shown_name(f"{request.method} {request.url.path}")
         text = f"no route {asked}; expected {', '.join(routes)}"
     response = error_response(HttpError(text, error.status_code), path=request.url.path)
     response.headers.update(error.headers or {})
