@@ -36,6 +36,8 @@ from djl_python_neuronx.protocol.parameters import (
 from djl_python_neuronx.types import Rendering
 
 MAX_MESSAGES = 8192
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that are text; the longer names are those of OpenAI's responses, as in vLLM."""
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
@@ -48,7 +50,8 @@ def _content(content: object) -> object:
     parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else json_type(part)
-        text = part.get(kind) if kind in ("text", "refusal") else None
+        name = "refusal" if kind == "refusal" else "text"
+        text = part.get(name) if kind in ("refusal", *_TEXTS) else None
         if not isinstance(text, str):
             expected = "parts of type text or refusal, with that as a string; part {i} is {kind}"
             raise PydanticCustomError(EXPECTED, expected, {"i": i, "kind": reprlib.repr(kind)})
@@ -57,13 +60,13 @@ def _content(content: object) -> object:
 
 
 def _object(text: object) -> object:
-    """The object that a text of JSON has."""
+    """The object that a text of JSON has, or the object itself."""
     try:
-        found = orjson.loads(text or "{}") if isinstance(text, str) else None
+        found = orjson.loads(text or "{}") if isinstance(text, str) else text
     except orjson.JSONDecodeError:
         found = None
     if not isinstance(found, dict):
-        raise PydanticCustomError(EXPECTED, "a string with the JSON of an object")
+        raise PydanticCustomError(EXPECTED, "an object, or a string with its JSON")
     return found
 
 
@@ -72,14 +75,14 @@ class Function(LenientModel):
 
     name: str
     arguments: Annotated[
-        dict[str, Any], BeforeValidator(_object), WithJsonSchema({"type": "string"})
+        dict[str, Any], BeforeValidator(_object), WithJsonSchema({"type": ["string", "object"]})
     ]
 
 
 class ToolCall(LenientModel):
     """A call in the history, with the id that its answer names."""
 
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: Function
 

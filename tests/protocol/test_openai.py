@@ -290,6 +290,9 @@ def test_what_libraries_put_into_messages_is_ignored() -> None:
         assert tokenizer.messages == expected, name
     parse(chat({**plain[0], "tool_calls": calls}, plain[1]), tokenizer=tokenizer)
     assert tokenizer.messages == expected
+    ollamas = [{"function": {"name": "f", "arguments": {}}}]  # an object, and no id
+    parse(chat({**plain[0], "tool_calls": ollamas}, plain[1]), tokenizer=tokenizer)
+    assert tokenizer.messages[0]["tool_calls"] == [{"type": "function", **ollamas[0]}]
     parse(
         chat(
             *[{**message, "content": [{**part, "text": message["content"]}]} for message in plain]
@@ -305,6 +308,15 @@ def test_reasoning_and_refusals_reach_the_template() -> None:
     tokenizer = NotingTokenizer()
     thought = {"reasoning_content": "hm", "reasoning": "hm"}
     for given, message in (
+        (
+            {
+                "content": [
+                    {"type": "input_text", "text": "a"},
+                    {"type": "output_text", "text": "b"},
+                ]
+            },
+            {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ),
         ({"content": "<7>", "reasoning_content": "hm"}, {"content": "<7>", **thought}),
         ({"content": "<7>", "reasoning": "hm"}, {"content": "<7>", **thought}),
         ({"content": "<7>", "reasoning": {"effort": "low"}}, {"content": "<7>"}),
