@@ -661,7 +661,7 @@ def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
     monkeypatch.setattr(Server, "run", run)
     more: dict[str, Any] = {"host": "127.0.0.1", "port": 8443, "drain_s": 1.0}
     loads = [{Model("toy"): load} for _ in range(2)]
-    serve = partial(process.serve, prepare=lambda: [()], **more)
+    serve = partial(process.serve, prepare=lambda: [()], exit_on_error=True, **more)
     assert serve(loads[0], tls=tls, api_keys=DIGESTS) == serve(loads[1]) == 0
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)

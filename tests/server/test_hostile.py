@@ -829,7 +829,8 @@ def load(stage, **given):
         service.tokenizer = LastTokenizer()
     return service
 
-sys.exit(serve({Model("toy"): load}, prepare=lambda: [()], host="127.0.0.1", port=port, drain_s=drain))
+loads, place = {Model("toy"): load}, {"host": "127.0.0.1", "port": port}
+sys.exit(serve(loads, prepare=lambda: [()], exit_on_error=True, drain_s=drain, **place))
 """
 
 
