@@ -120,8 +120,8 @@ def test_nothing_of_nothing(tmp_path, caplog):
 
 def test_djls_own_keys_are_kept_but_those_of_this_machine(tmp_path):
     (tmp_path / "serving.properties").write_text(
-        "engine=MPI\njob_queue_size=7\nbatch_size=4\noption.enable_venv=true\noption.parallel_loading=true\n"
-        "option.entryPoint=mine.py\noption.pythonExecutable=/usr/bin/python3.9\noption.mpi_mode=true\n"
+        "engine=Anything\njob_queue_size=7\nbatch_size=4\noption.enable_venv=true\noption.parallel_loading=true\n"
+        "option.entryPoint=mine.py\noption.pythonExecutable=/usr/bin/python3.9\noption.mpi_mode=yes\n"
     )
     environ = {"ARGS_MAX_IDLE_TIME": "9", "ARGS_JOB_QUEUE_SIZE": "8"}
     settings = read(tmp_path, environ)
