@@ -85,6 +85,7 @@ _APART = frozenset({"on_device_sampling_config", "top_k_kernel_enabled", "sampli
 _SHAPE = "it changes what a call takes or returns, which the server relies on"
 _HOSTS = "only models on one machine are served"
 _LATER = "not served in this version"
+_NO_DRAFTS = "NxD Inference serves no draft models in this version"
 RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("output_all_logits", "log_softmax_scores"), (False, _SHAPE)),
     **dict.fromkeys(("return_expert_index", "return_router_logits"), (False, _SHAPE)),
@@ -100,11 +101,8 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("world_size", "local_ranks_size"), (None, _HOSTS)),
     "start_rank_id": (0, _HOSTS),
     "on_cpu": (False, "set option.model_loader=cpu"),
-    "is_eagle_draft": (False, "the draft model is option.speculative_draft_model"),
-    "enable_fused_speculation": (
-        None,
-        "NxD Inference serves no draft models in this version",
-    ),
+    "is_eagle_draft": (False, _NO_DRAFTS),
+    "enable_fused_speculation": (None, _NO_DRAFTS),
     "sparse_attn": (None, "it is an object, which a file cannot hold"),
     "lora_config": (None, "adapters are not served"),
     "is_eagle_target": (False, _LATER),

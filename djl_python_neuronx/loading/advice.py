@@ -59,10 +59,10 @@ def small_host(prepared: Prepared) -> Iterator[Finding]:
 
 
 def _long_answers(prepared: Prepared) -> Iterator[Finding]:
-    """Note that DJL Serving would wait too long for the longest answer, at the least time that a token takes.
+    """Note that DJL Serving would wait too long for the longest answer, at the least time of a step with full slots.
 
-    That is the time to read the weights once. Nothing where that is not known, or for settings that are not DJL
-    Serving's. Llama-2-70b on inf2.48xlarge: 14 ms, 33 ms measured by AWS with SDK 2.18.
+    Nothing where that is not known, or for settings that are not DJL Serving's. Llama-2-70b with 8 slots of 8192 tokens
+    on inf2.48xlarge: 22 ms, 33 to 35 ms measured by AWS with SDK 2.18.
     """
     options, memory, speed = (
         prepared.options,
@@ -74,14 +74,15 @@ def _long_answers(prepared: Prepared) -> Iterator[Finding]:
         return
     if prepared.case.model.num_experts > 1 or options.speculating or options.max_model_len is None:
         return  # a token reads a part of the weights, or a step gives several
-    answer_s = options.max_model_len * memory.weights / speed
+    step_s = memory.read / speed
+    answer_s = options.max_model_len * step_s
     timeout_s = djl_serving.chunked_read_timeout_s(prepared.environ)
     if answer_s > timeout_s:
         problem = (
-            f"n_positions={options.max_model_len}: the longest answer takes at least {answer_s:.0f} s, the time to "
-            f"read the weights for each token, and DJL Serving waits {timeout_s} s for the next bytes of an answer "
-            "(chunked_read_timeout). A late JSON answer begins with blanks and status 200, and a later error is in "
-            f"its body. Set SERVING_CHUNKED_READ_TIMEOUT to {2 * math.ceil(answer_s)}, request streams, or lower "
-            "n_positions"
+            f"n_positions={options.max_model_len}: beside full slots the longest answer takes at least {answer_s:.0f} "
+            f"s, {1000 * step_s:.1f} ms for each token, and AWS measured two to seven times that. DJL Serving waits "
+            f"{timeout_s} s for the next bytes of an answer (chunked_read_timeout). A late JSON answer begins with "
+            "blanks and status 200, and a later error is in its body. Set SERVING_CHUNKED_READ_TIMEOUT to "
+            f"{2 * math.ceil(answer_s)}, request streams, or lower n_positions"
         )
         yield Finding(("n_positions",), problem, "note")
