@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeAlias
@@ -94,7 +94,8 @@ def _add_serve(commands: Commands) -> None:
         nargs="*",
         default=[str(MODEL_DIR)],
         metavar="model",
-        help="folder with the model or with a serving.properties that names one, Hugging Face id or s3:// URI "
+        help="folder with the model or with a serving.properties that names one, .properties file, Hugging Face id or "
+        "s3:// URI "
         f"(default {MODEL_DIR}); several are served side by side, requests name theirs",
     )
     everywhere = "0.0.0.0"  # noqa: S104  (SageMaker's container contract requires it)
@@ -172,7 +173,9 @@ def _add_compile(commands: Commands) -> None:
         "folder or to S3. The result is served without compiling. If compile is killed and started again, it continues "
         "with the next graph. The cpu backend has no graphs: only the options are fixed.",
     )
-    command.add_argument("model", help="model folder, Hugging Face id or s3:// URI")
+    command.add_argument(
+        "model", help="model folder, .properties file, Hugging Face id or s3:// URI"
+    )
     command.add_argument(
         "--output",
         required=True,
@@ -272,7 +275,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from djl_python_neuronx.config.resolve import read_settings
         from djl_python_neuronx.loading.check import check_all
         from djl_python_neuronx.loading.situation import Purpose
-        from djl_python_neuronx.loading.targets import folder_or_id
+        from djl_python_neuronx.loading.targets import Target, find_target
         from djl_python_neuronx.server.http import tls_context
         from djl_python_neuronx.server.keys import read_keys
         from djl_python_neuronx.server.models import Load, Model
@@ -289,13 +292,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     loads: dict[Model, Load] = {}
     prepared: dict[str, Prepared | None] = {}
     for target in arguments.models:
-        model_dir, named = folder_or_id(target)
-        overrides = {**named, **given}
         # The server listens first. Problems of the settings are reported by the load, all of them at once.
-        options = read_settings(None, model_dir, environment(), Problems(), overrides).options
-        loads[Model(redacted(target), options)] = partial(
-            _load, target, model_dir, overrides, prepared
+        found = Target(None, {"model_id": target})
+        with suppress(ServingError):
+            found = find_target(target, environment())
+        settings = read_settings(
+            None,
+            found.folder,
+            environment(),
+            Problems(),
+            {**found.overrides, **given},
+            file=found.file,
+            content=found.content,
         )
+        options = settings.options
+        loads[Model(redacted(target), options)] = partial(_load, target, given, prepared)
     api_keys = read_keys(options.api_key_file, variable)
 
     def prepare() -> Sequence[Sequence[str] | ServingError]:
@@ -327,7 +338,6 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _load(
     target: str,
-    model_dir: Path | None,
     overrides: Mapping[str, str],
     several: Mapping[str, Prepared | None],
     stage: Callable[[str], None],
@@ -338,11 +348,15 @@ def _load(
     Only a single one shows its progress as bars.
     """
     from djl_python_neuronx.loading.situation import SILENT
+    from djl_python_neuronx.loading.targets import find_target
     from djl_python_neuronx.service import Service
 
+    found = find_target(target, environment())
     with nullcontext(SILENT) if several else progress_bars(sys.stderr) as progress:
         more |= {"prepared": several.get(target), "progress": progress.in_words(stage)}
-        return Service.load(None, model_dir, overrides=overrides, **more)
+        more |= {"file": found.file, "content": found.content}
+        overrides = {**found.overrides, **overrides}
+        return Service.load(None, found.folder, overrides=overrides, **more)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -109,6 +109,8 @@ class Service:
         *,
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, str] = MappingProxyType({}),
+        file: str | None = None,
+        content: bytes | None = None,
         prepared: Prepared | None = None,
         placed: Sequence[str] = (),
         before: Service | None = None,
@@ -117,10 +119,10 @@ class Service:
     ) -> Service:
         """Fetch, compile and load the model that the settings name, and start serving it. Takes seconds to hours.
 
-        `properties` come from DJL Serving (None outside it), `overrides` from the command line. `placed`: the cores of
-        each copy, from `place`; by default this model has the machine to itself. `prepared`: the model, if it was
-        prepared together with others. To replace a service `before`, everything is prepared and no engine started,
-        which `Replicas.start` does.
+        `properties` come from DJL Serving (None outside it), `overrides` from the command line. `file` and `content`:
+        see `read_settings`. `placed`: the cores of each copy, from `place`; by default this model has the machine to
+        itself. `prepared`: the model, if it was prepared together with others. To replace a service `before`,
+        everything is prepared and no engine started, which `Replicas.start` does.
 
         Raises:
             ServingError: the settings, the model's files or the machine do not allow it.
@@ -132,6 +134,8 @@ class Service:
             model_dir,
             environ=environ,
             overrides=overrides,
+            file=file,
+            content=content,
             progress=progress,
         )
         options = prepared.options

@@ -18,6 +18,7 @@ from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.cli import main
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import ConfigError
+from tests.doubles import remote_doubles
 
 TINY = str(Path(__file__).parent.parent / "examples" / "tiny-llama")
 
@@ -80,7 +81,6 @@ def test_options_of_the_command_line(pairs, expected):
     [
         (TINY, Path(TINY), None, "tiny-llama"),
         ("/no/such/folder", Path("/no/such/folder"), None, "folder"),
-        ("s3://bucket/models/llama/", None, "s3://bucket/models/llama/", "llama"),
         ("owner/name", None, "owner/name", "name"),
     ],
 )
@@ -92,7 +92,9 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
 
     given = {}
 
-    def load(properties, model_dir, *, overrides, prepared, placed, before, on_death, progress):
+    def load(
+        properties, model_dir, *, overrides, prepared, placed, before, on_death, progress, **_
+    ):
         given.update(model_dir=model_dir, overrides=overrides, how=(prepared, placed, before))
 
     def serve(loads, *, prepare, **_):
@@ -108,6 +110,37 @@ def test_what_serve_is_given(monkeypatch, target, folder, model_id, name):
     overrides = {**named, "max_waiting": "7"}
     assert given.pop("names")[0] == name
     assert given == {"model_dir": folder, "overrides": overrides, "how": (None, (), None)}
+
+
+def test_a_properties_file_is_served_as_if_it_lay_beside_the_model(serve_several, tmp_path):
+    one = folder_of(tmp_path / "one", "option.model_name=not-this")
+    file = tmp_path / "one" / "small.properties"
+    file.write_text("option.n_positions=64\noption.model_name=small")
+    status, loaded = serve_several(str(file))
+    ((names, folder, how),) = loaded
+    assert (status, names, folder, how["file"]) == (0, ("small",), Path(one), str(file))
+
+
+def test_the_file_of_a_folder_in_s3_is_served(serve_several, monkeypatch):
+    """Its options are those of the server too, and `option.model_id` may be relative to the folder."""
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    lines = b"option.model_name=small\noption.model_id=./sub\noption.n_positions=64\n"
+    with remote_doubles.s3({"bucket/models/llama/serving.properties": lines}) as (url, _):
+        keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        status, loaded = serve_several("s3://bucket/models/llama/")
+        ((names, folder, how),) = loaded
+        assert (status, names, folder) == (0, ("small",), None)
+        assert (how["file"], how["content"]) == (
+            "s3://bucket/models/llama/serving.properties",
+            lines,
+        )
+        assert how["overrides"]["model_id"] == "s3://bucket/models/llama/sub"
+        status, loaded = serve_several("s3://bucket/models/other/")
+        ((names, folder, how),) = loaded
+        assert (status, names[0], how["content"]) == (0, "other", None)
+        assert how["overrides"]["model_id"] == "s3://bucket/models/other/"
 
 
 def folder_of(path, *lines):

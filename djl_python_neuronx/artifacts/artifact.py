@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.artifacts.folder import Folder
+from djl_python_neuronx.artifacts.manifest import Manifest
 from djl_python_neuronx.artifacts.weights import Weights, WeightsKind
 from djl_python_neuronx.config.values import MAX_SHOWN
 from djl_python_neuronx.errors import ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
@@ -57,6 +58,8 @@ class Artifact:
     """Ids that end a sequence, of generation_config.json or else config.json; empty if neither has any."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json"""
+    manifest: Manifest | None = None
+    """Of an output of this package."""
 
     @property
     def model_type(self) -> str:

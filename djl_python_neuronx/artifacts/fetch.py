@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -162,6 +162,22 @@ def list_names(uri: str, environ: Mapping[str, str], *, origin: str) -> Sequence
     with _no_secrets(uri):
         names: Sequence[str] = remote.list_names(uri, _stripped(environ))
     return names
+
+
+def read_file(
+    uri: str, name: str, environ: Mapping[str, str], *, origin: str = "option.model_id"
+) -> bytes | None:
+    """The content of a small file in the folder that a URI names; None if there is no such file or folder.
+
+    Raises:
+        ArtifactAccessError: it may not be read, or cannot be reached.
+        ArtifactError: the scheme is unknown, or the file is large.
+    """
+    remote = _remote(uri, origin)
+    with suppress(ArtifactNotFoundError), _no_secrets(uri):
+        content: bytes = remote.read(uri, name, _stripped(environ))
+        return content
+    return None
 
 
 def fetch_config(

@@ -6,9 +6,10 @@ that it is a special case of; so a new format never edits another. A folder that
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.artifact import Artifact, Format, read_config
@@ -118,24 +119,30 @@ class OwnOutput(Format):
         manifests.verify(folder.path, manifest, hashes="without weights", exact=False)
         _check_unlisted(folder, manifest.files)
         artifact = _LAYOUTS[manifest.layout].read(folder)
-        recorded = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in manifest.compiled_for.items()
-        }
-        backend = manifest.effective_options.get("model_loader")
         graphs = folder.path / "compiled" if "compiled" in folder.folders else None
-        return replace(
-            artifact,
-            format=self.name,
-            backend=backend if isinstance(backend, str) else artifact.backend,
-            compiled=artifact.compiled or graphs,
-            # The manifest has the options themselves; NxD Inference's own record follows from them, and Optimum
-            # Neuron's is of the graphs that the model had before.
-            compiled_for=recorded
-            if artifact.neuron_config or artifact.format == OptimumTnx.name
-            else {**artifact.compiled_for, **recorded},
-            unused="",
-        )
+        return _recorded(artifact, manifest, artifact.compiled or graphs)
+
+
+def _recorded(artifact: Artifact, manifest: manifests.Manifest, graphs: Path | None) -> Artifact:
+    """Return an artifact with the facts of the manifest beside it."""
+    recorded = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in manifest.compiled_for.items()
+    }
+    backend = manifest.effective_options.get("model_loader")
+    return replace(
+        artifact,
+        format=OwnOutput.name,
+        backend=backend if isinstance(backend, str) else artifact.backend,
+        compiled=graphs,
+        # The manifest has the options themselves; NxD Inference's own record follows from them, and Optimum Neuron's is
+        # of the graphs that the model had before.
+        compiled_for=recorded
+        if artifact.neuron_config or artifact.format == OptimumTnx.name
+        else {**artifact.compiled_for, **recorded},
+        unused="",
+        manifest=manifest,
+    )
 
 
 def _check_unlisted(folder: Folder, files: Collection[str]) -> None:
@@ -200,6 +207,20 @@ def read_configuration(path: Path, *, origin: str = "option.model_id") -> Artifa
     """
     folder = _open(path, origin)
     return HuggingFace().artifact(folder, read_config(folder), ())
+
+
+def of_remote(place: Path, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> Artifact:
+    """The artifact in a remote folder of which only `config.json` and `manifest.json` (may be empty) were read.
+
+    Raises:
+        ArtifactError: the manifest is one of this package, and malformed.
+    """
+    artifact = Artifact(place, HuggingFace.name, None, config, ())
+    if manifest.get("format") != manifests.FORMAT:
+        return artifact
+    read = manifests.parse(manifest, str(place / manifests.FILE_NAME))
+    graphs = any(name.startswith("compiled/") or name.endswith(".pt") for name in read.files)
+    return _recorded(artifact, read, place if graphs else None)
 
 
 def is_configuration(path: Path) -> bool:

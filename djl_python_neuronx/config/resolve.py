@@ -136,22 +136,23 @@ def read_settings(
     problems: Problems,
     overrides: Mapping[str, str] = MappingProxyType({}),
     *,
-    file: Path | None = None,
+    file: str | None = None,
+    content: bytes | None = None,
     overrides_from: str = sources.COMMAND_LINE,
 ) -> Resolved:
     """Read options from all sources, in the order of `sources.read_all`. Errors, warnings and notes go to `problems`.
 
     An option whose value is not valid is left at its default. `properties` are what DJL Serving passes, None outside
-    it; `file` replaces the `serving.properties` in `model_dir`; `overrides` are options of the command line, or of
-    `overrides_from`.
+    it; `file` replaces the `serving.properties` in `model_dir`, and is read unless its `content` is given; `overrides`
+    are options of the command line, or of `overrides_from`.
     """
     if model_dir is None and properties and properties.get("model_dir"):
         model_dir = Path(str(properties["model_dir"]))
-    in_file = _read_file(model_dir, file, problems)
+    in_file = read_file(model_dir, file, content, problems)
     inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
     inputs, written = _read_written(inputs, problems)
     reader = _Reader(problems)
-    folder = model_dir or (file.parent if file else Path())
+    folder = model_dir or (Path(file).parent if file else Path())
     for setting in keywords.translated(sources.read_all(inputs, written), folder):
         reader.read(setting)
     options = reader.validate(folder)
@@ -231,10 +232,15 @@ def _read_written(inputs: Inputs, problems: Problems) -> tuple[Inputs, list[Sett
     return inputs, sources.read_written(inputs)
 
 
-def _read_file(model_dir: Path | None, file: Path | None, problems: Problems) -> list[Setting]:
+def read_file(
+    model_dir: Path | None, file: str | None, content: bytes | None, problems: Problems
+) -> list[Setting]:
+    """Read the settings of the file alone; see `read_settings`."""
     try:
+        if file is not None and content is not None:
+            return sources.parse_properties(content, file)
         if file is not None:
-            return sources.from_properties(file)
+            return sources.from_properties(Path(file))
         return [] if model_dir is None else sources.from_file(model_dir)
     except ConfigError as error:
         problems.add_error(error)

@@ -501,18 +501,27 @@ def from_file(model_dir: Path) -> list[Setting]:
 
 
 def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
-    """Read a properties file as Java's `Properties.load` does. Settings with the `option.` prefix come first.
+    """Read a properties file, of the model folder `model_dir` if that is given. See `parse_properties`.
 
-    It must be a file of the model folder `model_dir`, if that is given.
+    Raises:
+        ConfigError: it cannot be read; see also `parse_properties`.
+    """
+    return parse_properties(_read_file(path, model_dir), str(path))
+
+
+def parse_properties(content: bytes, path: str) -> list[Setting]:
+    """Read the content of a properties file as Java's `Properties.load` does. Settings with `option.` come first.
+
+    `path`: for messages.
 
     The encoding is ISO-8859-1 with escapes; the last of equal keys counts. Keys without the prefix are arguments of DJL
     Serving, which passes them to the handler too (`batch_size`, `engine`, `minWorkers` …). The byte order mark of
     Windows editors is skipped.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than 1 MiB, has more than 2,000 lines or holds a broken escape.
+        ConfigError: it is larger than 1 MiB, has more than 2,000 lines or holds a broken escape.
     """
-    content = _read_file(path, model_dir)
+    _check_size(content, path)
     marked = content.startswith(codecs.BOM_UTF8)
     found: dict[str, Setting] = {}
     line = 1
@@ -537,7 +546,7 @@ def from_properties(path: Path, model_dir: Path | None = None) -> list[Setting]:
     return sorted(found.values(), key=lambda setting: not setting.by_user)
 
 
-def _entries(content: bytes, path: Path) -> Iterator[javaproperties.PropertiesElement]:
+def _entries(content: bytes, path: str) -> Iterator[javaproperties.PropertiesElement]:
     """The parts of a properties file.
 
     Raises:
@@ -547,7 +556,7 @@ def _entries(content: bytes, path: Path) -> Iterator[javaproperties.PropertiesEl
     if content.lstrip()[:1] in {b"{", b"<"}:
         kind = "JSON or XML: write a line option.NAME=VALUE for each option"
     if kind:
-        message = f"{str(path)!r} is not a properties file but {kind}"
+        message = f"{path!r} is not a properties file but {kind}"
         raise ConfigError(message)
     line = 1
     try:
@@ -556,7 +565,7 @@ def _entries(content: bytes, path: Path) -> Iterator[javaproperties.PropertiesEl
             line += len(_LINE_END.findall(entry.source))
     except ValueError as error:
         fix = r"Write / or \\ for a backslash, \uXXXX for a character"
-        message = f"{str(path)!r} is not a properties file: line {line}: {error}. {fix}"
+        message = f"{path!r} is not a properties file: line {line}: {error}. {fix}"
         raise ConfigError(message) from error
 
 
@@ -582,11 +591,15 @@ def _read_file(path: Path, model_dir: Path | None) -> bytes:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{named} cannot be read: {reason}. Make it a readable file, or remove it"
         raise ConfigError(message) from error
+    _check_size(content, str(path))
+    return content
+
+
+def _check_size(content: bytes, path: str) -> None:
     # javaproperties takes quadratic time for a line that goes on in the next ones. A setting may become a message.
     if len(content) > MAX_FILE_BYTES or len(content.splitlines()) > MAX_LINES:
-        message = f"{named} has more than {MAX_FILE_BYTES} bytes or {MAX_LINES} lines, too many for settings"
+        message = f"{path!r} has more than {MAX_FILE_BYTES} bytes or {MAX_LINES} lines, too many for settings"
         raise ConfigError(message)
-    return content
 
 
 def content(

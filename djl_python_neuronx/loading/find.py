@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi, with_graphs
-from djl_python_neuronx.artifacts.folder import CONFIGURATION, EVERYTHING, SERVING, read_json
+from djl_python_neuronx.artifacts.folder import (
+    CONFIGURATION,
+    EVERYTHING,
+    SERVING,
+    parse_object,
+    read_json,
+)
+from djl_python_neuronx.artifacts.manifest import FILE_NAME as MANIFEST
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.sources import try_path
 from djl_python_neuronx.config.values import join_words
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, UnknownFormatError
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    UnknownFormatError,
+)
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.model import ModelFacts
@@ -94,8 +103,13 @@ def find_named(
     if not isinstance(config.get("model_type"), str):
         msg = f"{fetch.CONFIG} of {name!r} has no model_type; expected one such as 'llama'"
         raise ArtifactError(msg)
-    source = f"{fetch.CONFIG} from {fetch.uri_scheme(name) or 'the hub'}"
-    return _without_weights(Path(name), name, source, config)
+    scheme, manifest = fetch.uri_scheme(name), b""
+    if scheme:
+        manifest = fetch.read_file(name, MANIFEST, situation.environ, origin=origin) or b""
+    recorded = parse_object(manifest, f"{name}/{MANIFEST}") if manifest else {}
+    artifact = formats.of_remote(Path(name), config, recorded)
+    source = f"{fetch.CONFIG} from {scheme or 'the hub'}"
+    return _checked(Model(name, source, artifact, whole=False))
 
 
 def _detect(
@@ -120,12 +134,8 @@ def _detect(
         else:
             situation.problems.add("warning", f"{error} Only the plan is checked.")
         path = folder / fetch.CONFIG
-        return _without_weights(folder, name, str(path), read_json(path))
-
-
-def _without_weights(path: Path, name: str, source: str, config: Mapping[str, Any]) -> Model:
-    artifact = Artifact(path, "huggingface", None, config, ())
-    return _checked(Model(name, source, artifact, whole=False))
+        artifact = formats.of_remote(folder, read_json(path), {})
+        return _checked(Model(name, str(path), artifact, whole=False))
 
 
 def _checked(model: Model) -> Model:

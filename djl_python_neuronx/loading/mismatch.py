@@ -44,8 +44,8 @@ def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resol
         return resolved
     options = resolved.options
     recorded = dict(artifact.compiled_for)
-    if artifact.format == OwnOutput.name:
-        pinned = read_manifest(artifact.path).effective_options
+    if artifact.manifest is not None:
+        pinned = artifact.manifest.effective_options
         recorded |= {name: pinned[name] for name in pinned.keys() - _NOT_PINNED}
     taken = {
         name: value
@@ -101,9 +101,9 @@ def find_mismatch(
         return ArtifactMismatchError(found, str(artifact.compiled)) if found else None
     recorded: dict[str, object] = dict(artifact.compiled_for)
     wanted: dict[str, object] = {**graph_options(case.options, case.backend), **surroundings}
-    if artifact.format == OwnOutput.name:
+    if artifact.manifest is not None:
         # It records all options: one that is missing was not set.
-        recorded["target"] = read_manifest(artifact.path).facts.target
+        recorded["target"] = artifact.manifest.facts.target
         unknown = (_SURROUNDINGS - surroundings.keys()) | (PACKAGE_VERSIONS - recorded.keys())
         names = {*recorded, *wanted} - unknown
         recorded = {name: recorded.get(name) for name in names}

@@ -33,7 +33,7 @@ from djl_python_neuronx.loading.pinned import for_djl, log_left_out, pinned
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
-from djl_python_neuronx.loading.targets import folder_or_id
+from djl_python_neuronx.loading.targets import find_target
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.types import Tokenizer
 
@@ -53,7 +53,7 @@ def compile_model(
     overwrite: bool = False,
     progress: LoadProgress = SILENT,
 ) -> manifests.Manifest:
-    """Compile the model folder, hub id or URI `model` and write the result to `output`, a folder or ``s3://…``.
+    """Compile the model folder, properties file, hub id or URI `model` to `output`, a folder or ``s3://…``.
 
     `machine`: the one that will serve; None: this one. `weights`: None for what the backend loads fastest, cut weights
     with nxdi and links with the others. A killed compile resumes at the next graph. For the cpu backend, which compiles
@@ -62,15 +62,17 @@ def compile_model(
     Raises:
         ServingError: the settings, the model, the machine or the output do not allow it.
     """
-    model_dir, named = folder_or_id(model)
-    overrides = {**named, **overrides}
+    found = find_target(model, environ)
+    overrides = {**found.overrides, **overrides}
     if weights == "presharded":
         overrides = {**overrides, "on_device_embedding": "true"}  # the library stores no other
     prepared = prepare_or_raise(
         None,
-        model_dir,
+        found.folder,
         environ=environ,
         overrides=overrides,
+        file=found.file,
+        content=found.content,
         machine=machine,
         purpose=Purpose.COMPILE,
         progress=progress,

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.artifacts.artifact import CUT
+from djl_python_neuronx.artifacts.fetch import CONFIG
 from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.resolve import Resolved
@@ -52,20 +53,25 @@ def prepare_or_raise(
     *,
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] = MappingProxyType({}),
+    file: str | None = None,
+    content: bytes | None = None,
     machine: machines.DeviceInfo | None = None,
     purpose: Purpose = Purpose.SERVE,
     progress: LoadProgress = SILENT,
 ) -> Prepared:
     """Read the settings, download the model and prepare it; log settings, problems and plan. Takes minutes.
 
-    `environ`: by default this process's. `machine`: the one that will serve, if it is not this one.
+    `environ`: by default this process's. `file` and `content`: see `read_settings`. `machine`: the one that will serve,
+    if it is not this one.
 
     Raises:
         ServingError: the only error, or a `ConfigError` that lists all errors of settings, model and machine.
     """
     problems = Problems()
     environ = sources.environment() if environ is None else environ
-    settings = examine(properties, model_dir, environ, problems, overrides)
+    settings = examine(
+        properties, model_dir, environ, problems, overrides, file=file, content=content
+    )
     log_settings(settings)
     variables, inherited = settings.worker_variables, properties is not None
     environ = trust.serving_environ(environ, variables, problems, inherited=inherited)
@@ -104,12 +110,16 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
         settings.report(library_conflicts(options, options.model_loader), problems)
         return None
     judge_vocabulary(model, options, situation)
-    # A draft model that an artifact records is relative to the artifact.
-    base = options.model_dir if DRAFT in settings.origins else model.artifact.path
+    # A draft model that an artifact records is relative to the artifact, and one of settings that have no folder.
+    base = options.model_dir if DRAFT in settings.origins else None
+    base = base or model.artifact.path
     with problems.catch():
         settings = fill_recorded(settings, model.artifact, backend)
     draft, of_draft = None, replace(situation, problems=Problems())
     if (name := settings.options.speculative_draft_model) is not None:
+        held = model.artifact.manifest
+        if held is not None and not model.whole and f"{name}/{CONFIG}" in held.files:
+            name = f"{model.name.rstrip('/')}/{name}"  # in the remote folder of the model
         with of_draft.problems.catch():
             draft = find_named(name, base, DRAFT, settings, of_draft, weights_needed=model.whole)
     problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))
@@ -130,6 +140,7 @@ def _case(settings: Resolved, model: Model, backend: str, situation: Situation) 
         NEURON_BACKENDS.get(backend),
         foreign_graphs=model.artifact.backend == backend and bool(model.artifact.neuron_config),
         among_others=situation.among_others,
+        compiled=model.artifact.backend == backend and model.artifact.compiled is not None,
     )
 
 
@@ -166,7 +177,7 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
     case = replace(
         case,
         presharded=weights is not None and weights.kind in CUT,
-        foreign_graphs=compiled is not None and not has_own_graphs(compiled),
+        foreign_graphs=compiled is not None and model.whole and not has_own_graphs(compiled),
     )
     resolved.report(stored_findings(case), situation.problems)
     return Prepared(

@@ -198,7 +198,8 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
     yield f"machine   {_machine(prepared)}"
     if options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_draft_source(options)}"
-    if plan.graphs:
+    models = [one for one in (prepared, prepared.draft) if one is not None]
+    if plan.graphs and any(one.own_graphs is None for one in models):
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
         yield f"compiles  {graphs}, tokens x rows: {_graphs(plan)}"
         yield f"          roughly {_duration(plan.estimated_compile_s)}: {COMPILE_BASIS}"

@@ -3,27 +3,69 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problems
-from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.config.resolve import Resolved, read_file
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ConfigError
 from djl_python_neuronx.planning.plan import examine
 
 
-def folder_or_id(target: str) -> tuple[Path | None, dict[str, str]]:
-    """The model folder, or the option for a model elsewhere. As a `Path`, a URI would lose a slash.
+class Target(NamedTuple):
+    """The settings of a model that a command line names."""
+
+    folder: Path | None
+    """The model folder; None: the model is elsewhere."""
+    overrides: Mapping[str, str] = MappingProxyType({})
+    """The option that names a model elsewhere."""
+    file: str | None = None
+    """The properties file in the place of the folder's `serving.properties`."""
+    content: bytes | None = None
+    """Its content, if it is not on this machine."""
+
+
+def find_target(target: str, environ: Mapping[str, str]) -> Target:
+    """Find a model folder, a properties file as if it lay beside the model, or a model elsewhere.
+
+    The `serving.properties` of a folder in S3 counts as that of a folder here. A name that is no folder and names no
+    model elsewhere is taken for a folder.
 
     Raises:
-        ArtifactNotFoundError: it is a file.
+        ArtifactError: a file that is no properties file, or a folder in S3 that cannot be read.
     """
-    folder = fetch.local_folder(target, None)
-    if folder is None and (fetch.uri_scheme(target) or fetch.is_hub_id(target)):
-        return None, {"model_id": target}
-    return folder or Path(target), {}
+    # Not pathlib, which raises for the home of an unknown user, for a NUL and for a name that is too long.
+    name = os.path.expanduser(target)  # noqa: PTH111
+    path = Path(name)
+    if os.path.isfile(name):  # noqa: PTH113
+        if path.suffix != ".properties":
+            msg = f"{name!r} is not a .properties file; expected one, or a model folder"
+            raise ArtifactError(msg)
+        return Target(path.parent, file=name)
+    if os.path.isdir(name) or name.endswith(".properties"):  # noqa: PTH112
+        return Target(path)
+    if fetch.uri_scheme(target) == "s3":
+        file = f"{target.rstrip('/')}/{sources.FILE_NAME}"
+        content = fetch.read_file(target, sources.FILE_NAME, environ, origin="the model argument")
+        if content is None:
+            return Target(None, {"model_id": target})
+        model = "."
+        with suppress(ConfigError):  # reported where the settings are read
+            settings = sources.parse_properties(content, file)
+            model = next((str(one.value) for one in settings if one.name == "model_id"), model)
+        if model.startswith("."):
+            inside = posixpath.normpath(posixpath.join(target.removeprefix("s3://"), model))
+            return Target(None, {"model_id": f"s3://{inside}"}, file, content)
+        return Target(None, {}, file, content)
+    if fetch.uri_scheme(target) or fetch.is_hub_id(target):
+        return Target(None, {"model_id": target})
+    return Target(path)
 
 
 def read_target(
@@ -32,35 +74,28 @@ def read_target(
     overrides: Mapping[str, str],
     problems: Problems,
 ) -> tuple[Resolved, Sequence[sources.Setting]]:
-    """Read the options of a folder, of a file as if it lay beside the model, or of a model that only has a name.
+    """Read the options of a target; None: of the default folder, or of the model that variables or `overrides` name.
 
     Also returns the settings of the file alone.
     """
-    # Not pathlib, which raises for the home of an unknown user, for a NUL and for a name that is too long.
-    name = os.path.expanduser(str(sources.MODEL_DIR) if target is None else target)  # noqa: PTH111
-    path = Path(name)
-    file = path if os.path.isfile(name) else None  # noqa: PTH113
-    if file and file.suffix != ".properties":
-        msg = f"{name!r} is not a .properties file; expected one, or a model folder"
-        raise ArtifactError(msg)
-    folder = path.parent if file else path if os.path.isdir(name) else None  # noqa: PTH112
-    if folder is None and target is not None:
-        is_hub_model = fetch.is_hub_id(target) and not target.endswith(".properties")
-        if not is_hub_model and not fetch.uri_scheme(target):
+    found = Target(sources.MODEL_DIR) if target is None else find_target(target, environ)
+    folder = found.folder
+    if folder is not None and not sources.try_path(folder.is_dir, failed=False):
+        if target is not None:
             msg = (
                 f"there is no {target!r}; expected a model folder, a .properties file, a Hugging Face id "
                 "('owner/name') or s3://bucket/folder"
             )
             raise ArtifactNotFoundError(msg)
-        overrides = {"model_id": target, **overrides}
-    settings = examine(None, folder, environ, problems, overrides, file=file)
-    in_file: Sequence[sources.Setting] = ()
-    with problems.catch():
-        in_file = sources.from_properties(file) if file else sources.from_file(folder or path)
+        folder = None
+    file, content = found.file, found.content
+    overrides = {**found.overrides, **overrides}
+    settings = examine(None, folder, environ, problems, overrides, file=file, content=content)
+    in_file = read_file(folder, file, content, problems)
     if folder is None and settings.options.model_id is None:
         msg = (
-            f"there is no {str(path)!r}, and neither variables nor command line name a model; expected a target, or "
-            "HF_MODEL_ID, or OPTION_MODEL_ID"
+            f"there is no {str(sources.MODEL_DIR)!r}, and neither variables nor command line name a model; expected a "
+            "target, or HF_MODEL_ID, or OPTION_MODEL_ID"
         )
         raise ArtifactNotFoundError(msg)
     return settings, in_file

@@ -106,6 +106,8 @@ class Case:
     """The graphs exist, and another program has compiled them."""
     among_others: bool = False
     """The machine serves other models too."""
+    compiled: bool = False
+    """Graphs of this library came with the model."""
 
     def with_options(self, **values: object) -> Case:
         """Return the same case with other values of options, which are not validated."""

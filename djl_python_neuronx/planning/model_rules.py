@@ -158,7 +158,9 @@ def _djl(case: Case) -> Iterator[Finding]:
 
 def _load_time(case: Case, estimated_load_s: float | None) -> Iterator[Finding]:
     # A draft model loads within the timeout of the model that it drafts for.
-    if estimated_load_s is None or case.is_draft or case.options.compiled_graph_path is not None:
+    if estimated_load_s is None or case.is_draft or case.compiled:
+        return
+    if case.options.compiled_graph_path is not None:
         return
     if estimated_load_s > case.options.model_loading_timeout:
         problem = (

@@ -66,7 +66,8 @@ def examine(
     problems: Problems,
     overrides: Mapping[str, str] = _NOTHING,
     *,
-    file: Path | None = None,
+    file: str | None = None,
+    content: bytes | None = None,
     overrides_from: str = sources.COMMAND_LINE,
 ) -> Resolved:
     """Read the options from every source (`config.resolve.read_settings`) and judge their combinations."""
@@ -77,6 +78,7 @@ def examine(
         problems,
         overrides,
         file=file,
+        content=content,
         overrides_from=overrides_from,
     )
     resolved.report(conflicts(resolved.options), problems)

@@ -873,11 +873,11 @@ class TestFiles:
         path.write_text("option.dtype=bf16\noption.override_neuron_config=mine.json")
         (other / "mine.json").write_text("{}")
         (model_dir / "mine.json").write_text('{"a": 1}')
-        resolved = resolve(None, model_dir, {}, file=path)
+        resolved = resolve(None, model_dir, {}, file=str(path))
         assert (resolved.options.n_positions, resolved.options.dtype) == (None, "bfloat16")
         assert resolved.origins["dtype"] == f"{path} line 1"
         assert resolved.options.override_neuron_config == {"a": 1}
-        resolved, _ = examine(None, None, {}, file=path)
+        resolved, _ = examine(None, None, {}, file=str(path))
         assert resolved.options.override_neuron_config == {}
         (problem,) = problems_of(None, model_dir, {}, file=other / "gone.properties")
         assert "gone.properties" in str(problem)

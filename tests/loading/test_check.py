@@ -861,7 +861,51 @@ def test_a_model_in_s3_is_a_target(laptop):
         report = run("s3://bucket/gpt2", keys, "inf2.xlarge")
     assert report.findings.messages("error") == ()
     assert report.prepared.backend == "tnx"
-    assert [path for _, path, _ in log] == ["/bucket/gpt2/config.json"]
+    asked = ["serving.properties", "config.json", "manifest.json"]
+    assert [path for _, path, _ in log] == [f"/bucket/gpt2/{name}" for name in asked]
+
+
+PLACES = {"model_dir": None, "model_id": None}
+OWN_FILES = [
+    "option.n_positions=256\noption.max_rolling_batch_size=2\n",
+    "option.bogus=1\n",
+    "option.n_positions=many\n",
+    "option.api_key_file=/etc/hosts\n",
+    "option.env=HF_ENDPOINT=http://127.0.0.1:1,OMP_NUM_THREADS=2\n",
+    "option.override_neuron_config=/etc/hosts\n",
+    "option.trust_remote_code=true\n",
+    "option.rolling_batch=tnx\nbatch_size=4\n",
+    "broken=\\u12\n",
+]
+
+
+def test_the_file_of_a_folder_in_s3_is_read_as_on_disk(tmp_path, laptop):
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    config = (TINY / "config.json").read_bytes()
+    for text in OWN_FILES:
+        target = folder(tmp_path, text)
+        objects = {"b/m/config.json": config, "b/m/serving.properties": text.encode()}
+        with remote_doubles.s3(objects) as (url, _):
+            keys = {
+                "AWS_ACCESS_KEY_ID": "id",
+                "AWS_SECRET_ACCESS_KEY": "s",
+                "AWS_ENDPOINT_URL": url,
+            }
+            here = run(target, keys, "inf2.xlarge")
+            there = run("s3://b/m", keys, "inf2.xlarge")
+        told = [
+            {message.replace(place, "PLACE") for message in report.findings.messages(level)}
+            for report, place in ((here, target), (there, "s3://b/m"))
+            for level in ("error", "warning", "note")
+        ]
+        told[1] = {message for message in told[1] if "no weights in" not in message}
+        assert told[:3] == told[3:], text
+        if here.prepared is not None:
+            same = [
+                {name: value for name, value, _ in report.resolved.explain()} | PLACES
+                for report in (here, there)
+            ]
+            assert same[0] == same[1]
 
 
 def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):

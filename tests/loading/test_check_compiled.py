@@ -103,6 +103,37 @@ def test_an_output_that_model_id_names_keeps_its_pins(tmp_path, at_hand):
     assert (other.n_positions, other.max_rolling_batch_size) == (128, 3)
 
 
+@pytest.mark.parametrize("has_file", [True, False])
+def test_an_output_in_s3_is_planned_as_the_folder_is(compiled, tmp_path, at_hand, has_file):
+    """Its manifest fixes the options, and no compile is planned."""
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    at_hand(LAPTOP)
+    (compiled / "compiled").mkdir()
+    (compiled / "compiled" / "graph.neff").write_bytes(b"graph")
+    if has_file:
+        text = "".join(f"option.{name}={value}\n" for name, value in GRAPHS.items())
+        (compiled / "serving.properties").write_text(text)
+    (compiled / "manifest.json").replace(tmp_path / "manifest.json")
+    old = manifests.read(tmp_path)
+    options = {"effective_options": old.effective_options, "layout": "huggingface"}
+    manifests.write(compiled, Manifest.of(compiled, old.facts, packages={}, **options))
+    names = ("config.json", "manifest.json", *["serving.properties"] * has_file)
+    objects = {f"b/out/{name}": (compiled / name).read_bytes() for name in names}
+    with remote_doubles.s3(objects) as (url, _):
+        keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
+        reports = [run(target, keys, "inf2.xlarge") for target in (compiled, "s3://b/out")]
+    here, there = (
+        {name: value for name, value, _ in report.resolved.explain() if "model_" not in name}
+        for report in reports
+    )
+    assert here == there
+    assert (there["n_positions"], there["max_rolling_batch_size"]) == (128, 2)
+    for report in reports:
+        assert report.findings.messages("error") == ()
+        assert "compiles  nothing" in printed(report)
+        assert not any("compil" in text for text in report.findings.messages("warning"))
+
+
 def test_an_output_that_was_changed_is_an_error(tmp_path, at_hand):
     at_hand(LAPTOP)
     path = output(tmp_path / "output", "cpu", {})

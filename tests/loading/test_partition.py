@@ -67,6 +67,15 @@ def answer(model, **overrides):
         service.close()
 
 
+def test_a_properties_file_is_compiled_as_if_it_lay_beside_the_model(tmp_path):
+    shutil.copytree(TINY, tmp_path / "model")
+    file = tmp_path / "model" / "small.properties"
+    file.write_text("".join(f"option.{name}={value}\n" for name, value in SMALL.items()))
+    assert cli.main(["compile", str(file), "--output", str(tmp_path / "out")]) == 0
+    written = {one.name: one.value for one in from_file(tmp_path / "out")}
+    assert (written["n_positions"], written["max_rolling_batch_size"]) == ("128", "2")
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     """tiny-llama, compiled for the cpu backend by the command."""
