@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import orjson
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -196,7 +195,6 @@ class ParseContext:
         texts += [content for content in contents if isinstance(content, str)]
         self._check_length(sum(map(len, texts)), "the conversation")
         variables = {**(self.options.chat_template_kwargs or {}), **rendering.variables}
-        self._check_length(len(orjson.dumps(variables)), "chat_template_kwargs")
         return self.tokenizer.encode_chat(
             messages,
             max_chars=self.max_prompt_chars,

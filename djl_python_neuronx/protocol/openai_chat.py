@@ -56,7 +56,7 @@ def _content(content: object) -> object:
             expected = "parts of type text or refusal, with that as a string; part {i} is {kind}"
             raise PydanticCustomError(EXPECTED, expected, {"i": i, "kind": reprlib.repr(kind)})
         parts.append({"type": "text", "text": text})
-    return parts
+    return parts or ""
 
 
 def _object(text: object) -> object:

@@ -179,9 +179,7 @@ class GenerationParameters(RequestModel):
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf
-    typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")] = (
-        1.0
-    )
+    typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1")] = 1.0
     """Only 1 where tokens are sampled."""
 
     def given_sampling(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import closing
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     PromptTooLongError,
     QueueFullError,
+    RequestError,
     ServingError,
     TextLimitError,
 )
@@ -75,6 +77,23 @@ def test_it_is_the_tokenizer_of_the_folder(tmp_path, name):
     assert found.special_id("</s>") == expected.special_id("</s>")
     assert type(found.library) is type(expected.library)
     found.close()
+
+
+def test_a_variable_may_be_nested_as_deep_as_json(tmp_path):
+    """Some versions of the library fail on it: then that is the request's error in both."""
+    deep: list[object] = []
+    for _ in range(1000):
+        deep = [deep]
+
+    def outcome(tokenizer):
+        try:
+            return tokenizer.encode_chat(MESSAGES, rendering=Rendering({"a": deep}))
+        except RequestError as error:
+            return str(error)
+
+    folder = write(tmp_path)
+    with closing(start(folder)) as found:
+        assert outcome(found) == outcome(load_tokenizer(folder))
 
 
 def test_errors_arrive_as_they_are(tmp_path):
