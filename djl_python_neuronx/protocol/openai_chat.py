@@ -116,8 +116,8 @@ class Message(LenientModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: with a content, without fields that are not set."""
-        found = self.model_dump(include=_FOR_TEMPLATE, exclude_none=True)
-        found["content"] = self.content or self.refusal or ""
+        found = {"content": "", **self.model_dump(include=_FOR_TEMPLATE, exclude_none=True)}
+        found["content"] = found["content"] or self.refusal or ""
         thought = self.reasoning_content or self.reasoning
         if isinstance(thought, str):
             found |= {"reasoning_content": thought, "reasoning": thought}
