@@ -56,7 +56,7 @@ PROGRAMS = tuple(
         ("dspy_python.py", "openai", "dspy"),
         ("llm_command.py", "openai", "llm"),
         ("huggingface_hub_python.py", "openai", "huggingface_hub"),
-        # Both want an older huggingface_hub or openai, the third one its 0.x.
+        # The next two want an older huggingface_hub or openai, text-generation one of 0.x.
         ("langchain_huggingface_python.py", "older", "langchain-huggingface"),
         (
             "llama_index_python.py",
