@@ -385,7 +385,7 @@ except Exception as error:
 
 def test_supports_tells_the_reason() -> None:
     assert backends.get("cpu").supports({"model_type": "llama"}) is None
-    mixed = {"layer_types": ["full_attention", "sliding_attention"]}
+    mixed = {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"]}
     assert backends.get("cpu").supports(mixed) is None
     linear = {"layer_types": ["full_attention", "linear_attention"]}
     assert "linear_attention" in str(backends.get("cpu").supports(linear))
@@ -394,6 +394,23 @@ def test_supports_tells_the_reason() -> None:
     assert "chunked_attention" in str(backends.get("cpu").supports(nested))
     for wrong in (5, "full_attention", [3]):
         assert "list of names" in str(backends.get("cpu").supports({"layer_types": wrong}))
+
+
+def test_supports_knows_the_types_of_transformers() -> None:
+    """Its own table, as it is after an import, is the oracle."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    supports = backends.get("cpu").supports
+    assert [
+        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if supports({"model_type": name})
+    ] == []
+    for name in ("t5", "vit", "unheard-of"):
+        assert f"no causal language model of model_type '{name}'" in str(
+            supports({"model_type": name})
+        )
+    assert "did you mean 'llama'" in str(supports({"model_type": "lama"}))
+    assert supports({"model_type": "unheard-of", "auto_map": {}}) is None
+    assert supports({"model_type": "unheard-of", "text_config": {"model_type": "llama"}}) is None
 
 
 def test_supports_takes_an_artifact(llama: Path) -> None:

@@ -186,12 +186,21 @@ def test_a_tokenizer_is_what_is_loaded_as_one():
     assert not tokenizer.has_vocabulary(["tokenizer_config.json", "config.json", "x.json"])
 
 
-def test_a_model_that_nobody_knows_is_a_doubt_on_a_cpu(tmp_path, laptop):
+def test_a_model_that_nobody_knows_is_an_error_on_a_cpu(tmp_path, laptop):
+    pytest.importorskip("transformers", reason="needs the `cpu` extra")
+    config = json.loads((TINY / "config.json").read_text())
+    for kind in ("t5", "lama", "unheard-of"):
+        report = run(folder(tmp_path, config={**config, "model_type": kind}))
+        (error,) = report.findings.messages("error")
+        assert f"has no causal language model of model_type '{kind}'" in error
+
+
+def test_a_model_of_unknown_size_is_a_doubt_on_a_cpu(tmp_path, laptop):
     config = json.loads((TINY / "config.json").read_text())
     known = run(folder(tmp_path, config=config))
-    unknown = run(folder(tmp_path, config={**config, "model_type": "unheard-of"}))
+    unknown = run(folder(tmp_path, config={**config, "model_type": "stablelm"}))
     (warning,) = set(unknown.findings.messages("warning")) - set(known.findings.messages("warning"))
-    assert "of model_type unheard-of, is not known here" in warning
+    assert "of model_type stablelm, is not known here" in warning
 
 
 def test_what_does_not_fit_is_not_ready(laptop, monkeypatch):
