@@ -80,6 +80,8 @@ class FailedLoads:
                 failed = [(time_s, reason) for time_s, reason in self._read(folder) if reason]
         except (OSError, ValueError):
             return None
+        if not failed:  # another process of the model has loaded it since this one read them
+            return None
         time_s, reason = failed[-1]
         pause_s = min(PAUSE_S * 2.0 ** min(len(failed) - 1, 9), LONGEST_PAUSE_S)
         left_s = pause_s - (time.time() - time_s)

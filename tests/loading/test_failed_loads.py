@@ -71,6 +71,14 @@ def test_clearing_nothing_writes_nothing_new(temporary):
     assert not [path for path in temporary.rglob("*") if path.is_file()]
 
 
+def test_an_end_without_a_load_is_no_failed_load(temporary):
+    """Another process of the model may have loaded it between the look of this one and its end."""
+    assert FailedLoads("/a").add(None) == 1
+    assert FailedLoads("/a").recent() is None
+    assert FailedLoads("/a").add("why") == 2
+    assert FailedLoads("/a").recent().reason == "why"
+
+
 def test_the_folder_and_the_file_are_private(temporary):
     loads = FailedLoads("/a")
     loads.add("why")
