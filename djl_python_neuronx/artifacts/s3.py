@@ -78,6 +78,7 @@ _ANSWERS = {
 _CODES = {code: text for text, codes in _ANSWERS.items() for code in codes.split()}
 _OTHER = "S3 answers {code}: {text}. See the bucket's settings and this message's cause"
 _MISSING = frozenset({"NoSuchBucket", "NoSuchKey", "404"})
+_REFUSED = frozenset({"AccessDenied", "403"})
 
 
 class S3Folder:
@@ -167,10 +168,14 @@ class S3Folder:
         """The content of a JSON file, or None if it has more than `MAX_JSON_BYTES`.
 
         It is read again if its body breaks off, which botocore does not retry.
+
+        Raises:
+            botocore's NoSuchKey: there is none.
         """
+        key = self.prefix + name
         for attempt in itertools.count(1):
             try:
-                response = self.client.get_object(Bucket=self.bucket, Key=self.prefix + name)
+                response = self.client.get_object(Bucket=self.bucket, Key=key)
                 content = bytearray()
                 with contextlib.closing(response["Body"]) as body:
                     # Whatever length the answer declares: a body in chunks may be endless.
@@ -179,10 +184,26 @@ class S3Folder:
                         if len(content) > MAX_JSON_BYTES:
                             return None
                 return bytes(content)
-            except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:  # noqa: PERF203  (a retry)
+            except boto.ClientError as error:  # noqa: PERF203  (a retry)
+                if error.response["Error"]["Code"] in _REFUSED and self._is_absent(key):
+                    absent = {"Error": {"Code": "NoSuchKey", "Message": key}}
+                    raise self.client.exceptions.NoSuchKey(absent, "GetObject") from error
+                raise
+            except (boto.HTTPClientError, boto.IncompleteReadError, HTTPError) as error:
                 if attempt == _BODY_ATTEMPTS:
                     raise boto.ResponseStreamingError(error=error) from None
         return None
+
+    def _is_absent(self, key: str) -> bool:
+        """True if a listing shows that there is no such object.
+
+        S3 refuses to read one that is absent to those who may list a part of the bucket only (`s3:prefix`). Source:
+        Amazon S3 API reference, GetObject, "Permissions".
+        """
+        with contextlib.suppress(boto.ClientError):
+            listed = self.client.list_objects_v2(Bucket=self.bucket, Prefix=key, MaxKeys=1)
+            return all(one.get("Key") != key for one in listed.get("Contents", ()))
+        return False
 
     def read_listed(self) -> set[str]:
         """The files of the upload that is there, finished or not; empty if this package did not write it."""

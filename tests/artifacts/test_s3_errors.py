@@ -60,6 +60,20 @@ def test_what_s3_refuses_says_what_to_do(proxy, bucket, tmp_path, when, status, 
     assert published(tmp_path) == []
 
 
+def test_an_absent_file_is_absent_to_those_who_may_list_its_folder_alone(proxy, bucket):
+    """S3 answers AccessDenied where a policy's `s3:prefix` leaves out the rest of the bucket."""
+    put(bucket, SMALL)
+    denied = Fault("error", times=10**6, status=403, code="AccessDenied")
+    denied.when = lambda request: not is_listing(request)
+    proxy.rules = [denied]
+    assert remotes.read_file(URI, "serving.properties", settings(proxy)) is None
+    with pytest.raises(ArtifactAccessError, match="s3:GetObject"):
+        remotes.read_file(URI, "config.json", settings(proxy))
+    denied.when = lambda _: True
+    with pytest.raises(ArtifactAccessError, match="s3:ListBucket"):
+        remotes.read_file(URI, "serving.properties", settings(proxy))
+
+
 def listing(*items, more=""):
     """S3's answer to a request for a list; `items`: key, size, ETag."""
     told = "".join(
