@@ -238,13 +238,22 @@ def read_file(
     """Read the settings of the file alone; see `read_settings`."""
     try:
         if file is not None and content is not None:
-            return sources.parse_properties(content, file)
+            return [_remote(one, file) for one in sources.parse_properties(content, file)]
         if file is not None:
             return sources.from_properties(Path(file))
         return [] if model_dir is None else sources.from_file(model_dir)
     except ConfigError as error:
         problems.add_error(error)
         return []
+
+
+def _remote(setting: Setting, file: str) -> Setting:
+    """A setting of a file elsewhere: a relative place of graphs is in that file's folder, as with a file here."""
+    value = str(setting.value).strip()
+    is_absolute = value.startswith(("/", "~")) or "://" in value
+    if NAMES.get(setting.name) not in _WRITTEN or not value or is_absolute:
+        return setting
+    return replace(setting, value=sources.inside(file.rpartition("/")[0], value))
 
 
 class _Reader:

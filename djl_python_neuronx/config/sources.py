@@ -9,6 +9,7 @@ import codecs
 import io
 import json
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -544,6 +545,12 @@ def parse_properties(content: bytes, path: str) -> list[Setting]:
         late = found["max_dynamic_batch_size"]
         found.setdefault("batch_size", replace(late, name="batch_size", source=late.name))
     return sorted(found.values(), key=lambda setting: not setting.by_user)
+
+
+def inside(folder: str, path: str) -> str:
+    """The URI of a path relative to a folder that a URI names."""
+    scheme, _, place = folder.partition("://")
+    return f"{scheme}://{posixpath.normpath(posixpath.join(place, path))}"
 
 
 def _entries(content: bytes, path: str) -> Iterator[javaproperties.PropertiesElement]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,10 +57,10 @@ def find_target(target: str, environ: Mapping[str, str]) -> Target:
         model = "."
         with suppress(ConfigError):  # reported where the settings are read
             settings = sources.parse_properties(content, file)
-            model = next((str(one.value) for one in settings if one.name == "model_id"), model)
+            named = (str(one.value).strip() for one in settings if one.name == "model_id")
+            model = next(filter(None, named), model)
         if model.startswith("."):
-            inside = posixpath.normpath(posixpath.join(target.removeprefix("s3://"), model))
-            return Target(None, {"model_id": f"s3://{inside}"}, file, content)
+            return Target(None, {"model_id": sources.inside(target, model)}, file, content)
         return Target(None, {}, file, content)
     if fetch.uri_scheme(target) or fetch.is_hub_id(target):
         return Target(None, {"model_id": target})

@@ -917,6 +917,21 @@ def test_the_file_of_a_folder_in_s3_is_read_as_on_disk(tmp_path, laptop):
             assert same[0] == same[1]
 
 
+def test_places_in_the_file_of_a_folder_in_s3_are_in_that_folder(tmp_path, laptop, monkeypatch):
+    """Not in the working directory; and a model without a name is the folder's own."""
+    pytest.importorskip("boto3", reason="needs the `s3` extra")
+    monkeypatch.chdir(tmp_path)
+    lines = b"option.model_id=\noption.compiled_graph_path=graphs\n"
+    config = (TINY / "config.json").read_bytes()
+    objects = {"b/m/config.json": config, "b/m/serving.properties": lines}
+    with remote_doubles.s3(objects) as (url, _):
+        keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL": url}
+        report = run("s3://b/m/", keys, "inf2.xlarge")
+    options = report.resolved.options
+    places = (options.model_id, options.place("compiled_graph_path"))
+    assert places == ("s3://b/m", "s3://b/m/graphs")
+
+
 def test_a_model_on_two_machines_is_planned_and_not_loadable(tmp_path, laptop):
     config = json.loads((MODELS / "llama-3-70b.json").read_text())
     target = folder(tmp_path, config=config)
