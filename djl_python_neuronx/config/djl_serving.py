@@ -214,6 +214,8 @@ def _twice(written: Sequence[Setting]) -> Iterator[Finding]:
         name = setting.name
         if setting.by_user and setting.source in places:
             passed.setdefault(name, setting)
+        elif setting.source == sources.OTHER_SERVERS:
+            continue  # which DJL Serving does not read
         elif name in passed and name not in _BARE and setting.value != passed[name].value:
             problem = (
                 f"{name}={shortened(setting.value)} ({setting.origin}) has no effect: DJL Serving passes the value "

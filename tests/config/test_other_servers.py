@@ -329,6 +329,7 @@ class TestPrecedence:
         problems = Problems()
         resolved = read_settings(None, tmp_path, environ, problems)
         assert (resolved.options.tensor_parallel_degree, resolved.options.n_positions) == (2, 256)
+        assert problems.messages("warning") == ()
         notes = "".join(problems.messages("note"))
         for variable in ("HF_NUM_CORES", "MAX_TOTAL_TOKENS"):
             assert f"(environment {variable})" in notes
