@@ -24,6 +24,7 @@ from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving
+from djl_python_neuronx.types import FinishReason
 
 if TYPE_CHECKING:
     from djl_python import Input, Output
@@ -88,6 +89,7 @@ class Reply:
 
     def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
         self.label = parsed.request.label
+        self._request_id = parsed.request.request_id
         self._protocol = parsed.request.protocol
         self.open_ids = {request.request_id for request in parsed.requests}
         """Sequences of the answer that have not ended."""
@@ -126,14 +128,20 @@ class Reply:
             self.fail(error)
         except Exception as error:
             logger.exception("format_failed request_id=%s", self.label)
-            self.fail(unexpected(error))
+            self.fail(unexpected(error), writable=False)
         return self.finished
 
-    def fail(self, error: ServingError) -> None:
-        """End the answer with an error from outside the engine. After blanks it is the body: the status has left."""
+    def fail(self, error: ServingError, *, writable: bool = True) -> None:
+        """End the answer with an error from outside the engine. After the first bytes the status has left.
+
+        Then it is the body of an answer in JSON, and the last part of a stream, if its formatter is `writable`.
+        """
         self.finished = True
         if self._started and self._formatter.content_type == _JSON:
             self._pending.append(answer_error(error, protocol=self._protocol)[1])
+        elif self._started and writable:
+            failed = Delta(self._request_id, "", (), FinishReason.ERROR, error)
+            self._pending.append(self._formatter.feed(failed))
         else:
             self.error = error
 

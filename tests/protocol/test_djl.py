@@ -451,6 +451,28 @@ def test_an_error_after_the_first_bytes_is_written_in_the_format(backend, servic
     door.close()
 
 
+def test_an_error_of_model_py_after_the_first_bytes_is_written_in_the_format(backend):
+    """Also where these are a comment: a reader of events would not see the body that Java makes of an error."""
+
+    written = []
+
+    def write(part):
+        written.append(part)
+        if len(written) == 4:
+            raise KeyError("a bug")
+        return part
+
+    backend.step_s = CROSSING_S
+    service = toy_service(backend, functions={"output_formatter": write})
+    request = single(body([5], 9, stream=True))
+    request.properties["Accept"] = "text/event-stream"
+    records = records_of(AsyncDoor(service).answer(request))
+    assert not any("code" in record for record in records)
+    *_, last = "".join(record["data"] for record in records).strip().split("\n\n")
+    assert json.loads(last.removeprefix("data:"))["code"] == 424
+    service.close()
+
+
 class _Broken:
     """A formatter that fails at the third delta."""
 
