@@ -9,6 +9,7 @@ sglang 004c82e0, srt/entrypoints/openai/protocol.py; text-generation-inference d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import orjson
 
@@ -46,6 +47,8 @@ _FIELDS = """
 [{"type": "text"}] | response_format
 """
 """Values, in JSON, and the fields that are accepted with them beside null. There are no tools to choose from."""
+_SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
+"""Field to the one beside it that switches it off with "none"."""
 _NO_EFFECT = (
     "custom_labels metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
     "request_id rid safety_identifier service_tier session_id store tool_prompt user"
@@ -60,10 +63,13 @@ WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
 """Fields that change no answer, whatever their value is."""
 
 
-def has_no_effect(name: str, value: object) -> bool:
-    """True if a field that this server lacks may be left out: its value is null or neutral."""
+def has_no_effect(
+    name: str, value: object, beside: Mapping[str, object] = MappingProxyType({})
+) -> bool:
+    """True if a field that this server lacks may be left out: it is null, neutral or switched off `beside` it."""
     return (
         value is None
+        or beside.get(_SWITCHES.get(name, "")) == "none"
         or name in WITHOUT_EFFECT
         or any(
             # Not equality alone: False equals 0.

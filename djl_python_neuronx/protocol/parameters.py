@@ -148,7 +148,7 @@ class RequestModel(BaseModel):
         found = {}
         for name, value in values.items():
             known = name in cls.model_fields
-            if value is None or (not known and has_no_effect(name, value)):
+            if value is None or (not known and has_no_effect(name, value, values)):
                 continue
             if warns and not known and name not in NEUTRAL:
                 log_ignored(name)
@@ -299,7 +299,8 @@ def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOp
         rest = (
             f"{' Known' if near else '; known'}: {', '.join(known)}" if known else "; leave it out"
         )
-        msg = f"unknown parameter {shown_name(name)}{near}{rest}"
+        fix = "" if near else "; or set option.unknown_parameters=warn"
+        msg = f"unknown parameter {shown_name(name)}{near}{rest}{fix}"
         raise UnsupportedParameterError(msg, param=name)
     if kind == "missing":
         msg = f"{name} is missing"

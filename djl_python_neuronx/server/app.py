@@ -160,7 +160,15 @@ class Application:
     async def info(self, _request: Request) -> Response:
         """Facts of a loaded model: lengths, slots, sampling, speculation, chunked prefill. Of several a list."""
         if len(self.models) > 1:
-            return JSONResponse([_facts(model) for model in self._loaded()])
+            self._loaded()
+            return JSONResponse(
+                [
+                    {"model": model.names[0], "problem": model.problem}
+                    if model.service is None or model.failure
+                    else _facts(model)
+                    for model in self.models
+                ]
+            )
         return JSONResponse(_facts(self.models[0]))
 
     @answers(dict[str, str])

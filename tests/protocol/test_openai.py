@@ -448,6 +448,7 @@ def test_how_a_template_is_rendered() -> None:
         (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
         (chat(temprature=1), "temprature", "? Known: "),
         (chat(colour=1), "colour", "unknown parameter 'colour'; known: "),
+        (chat(colour=1), "colour", "; or set option.unknown_parameters=warn"),
         (chat(stream_options={"include_usage": True}), "stream_options", "needs stream=true"),
         (
             chat(stream=True, stream_options={"include_usagee": True}),
@@ -486,6 +487,16 @@ def test_errors_name_the_field(payload: Any, param: str | None, says: str) -> No
     assert says in str(caught.value)
     status, body = answer_error(caught.value)
     assert (status, json.loads(body)["error"]["param"]) == (400, param)
+
+
+def test_tools_that_are_switched_off_are_left_out() -> None:
+    """OpenAI's API reference, tool_choice: with "none" the model calls no tool."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    parse(chat(tools=[tool], tool_choice="none"))
+    parse(chat(functions=[tool["function"]], function_call="none"))
+    for more in ({}, {"tool_choice": "auto"}, {"function_call": "none"}):
+        with pytest.raises(UnsupportedParameterError, match="'tools' is not supported"):
+            parse(chat(tools=[tool], **more))
 
 
 @BOTH

@@ -694,6 +694,20 @@ def test_a_deadline_ends_an_answer_with_what_there_is(stream: bool) -> None:
     application.models[0].service.close()
 
 
+def test_the_log_has_the_reason_of_a_refusal(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "djl_python_neuronx")
+    wrong = {**body([5]), "parameters": {"temperatur": 1}}
+    http.post(server.url + "/invocations", json=wrong, headers={"x-request-id": "mine"})
+    (line,) = [one.getMessage() for one in caplog.records if "request_rejected" in one.msg]
+    assert line.startswith("request_rejected path=/invocations request_id=mine code=")
+    assert "did you mean 'temperature'" in line
+    caplog.clear()
+    http.get(server.url + "/v1/models/none")
+    assert "request_rejected" not in caplog.text
+
+
 def test_a_list_is_answered_by_a_list(server: Running) -> None:
     prompts = [[5, 6], [7], [8, 9], [5, 6]]
     payload = body([5])

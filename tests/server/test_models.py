@@ -384,7 +384,10 @@ def test_a_model_whose_engine_is_given_up_leaves_the_others_alone() -> None:
             found = http.get(pair.url + "/ping")
             assert (found.status_code, found.json()["models"]["b"]) == (200, "ready")
             assert "the device is gone" in found.json()["models"]["a"]
-            assert [one["model"] for one in http.get(pair.url + "/info").json()] == ["b"]
+            of_a, of_b = http.get(pair.url + "/info").json()
+            assert (of_a["model"], of_b["model"]) == ("a", "b")
+            assert "the device is gone" in of_a["problem"]
+            assert "problem" not in of_b
             assert len(http.get(pair.url + "/v1/models").json()["data"]) == 2
     ping = http.get(pair.url + "/ping")
     assert ping.status_code == 503
