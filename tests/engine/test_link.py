@@ -125,7 +125,7 @@ SPECIFIED = ModelSpec(
     max_prefill_batch=2, token_buckets=(32, 64), decode_slots=(1, 3), outputs=Want.TOKENS | Want.LOGITS,
     largest_top_k=50, default_top_k=40, temperatures=(0.01, 2.0), applies_top_p=False,
     fixed_sampling=(1.0, 0.5, 0.25), mixed_steps=True, joins="reprefill", cache_buckets=(32, 96), cache_block=16,
-    num_speculative_tokens=4, adapters=("", "one"),
+    num_speculative_tokens=4, adapters=("", "one"), simulated=True,
 )  # fmt: skip
 
 
