@@ -115,6 +115,7 @@ def with_graphs(artifact: Artifact, path: Path) -> Artifact:
         folder = Folder.open(path)
     graphs = _read_graphs(folder, artifact.config, whole_elsewhere=bool(artifact.weights))
     graphs["weights"] = (*artifact.weights, *graphs["weights"])
+    graphs["weights_source"] = artifact.weights_source
     return replace(artifact, backend=Nxdi.backend, unused="", **graphs)
 
 

@@ -172,7 +172,9 @@ def judge_graphs(
                 own_flags = case.is_draft and not others
                 refused = case.options.on_mismatch == "error" and not own_flags
                 _report_mismatch(mismatch, origins, situation, refused=refused)
-        if not (refused and others) and (artifact.weights or not situation.is_dry):
+        # A dry run does without the weights of a model elsewhere, and not without those of a compiled folder.
+        known = artifact.weights or artifact.weights_source or not situation.is_dry
+        if known and not (refused and others):
             kinds = WHOLE | case.weights
             # Weights that are cut were cut for the graphs beside them; NxD Inference's lie in their folder.
             cut_fit = fits if "ranks" in kinds else not others

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from djl_python_neuronx import backends
+from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.formats import detect
 from djl_python_neuronx.artifacts.manifest import CompileFacts, Manifest
@@ -354,15 +355,35 @@ def test_graphs_that_no_library_loads_are_warned_of(tmp_path, at_hand, build):
     assert not any("Optimum Neuron" in warning for warning in warnings)
 
 
-def test_graphs_without_weights_are_not_loadable(tmp_path, at_hand):
+def test_a_compiled_folder_without_weights_is_refused_as_at_a_start(tmp_path, at_hand):
     at_hand(LAPTOP)
-    path = folders.optimum_tnx(tmp_path)
-    (path / "tokenizer.json").touch()
-    assert run(path, machine="inf2.48xlarge").loadable
-    shutil.rmtree(path / "checkpoint")
-    report = run(path, machine="inf2.48xlarge")
-    assert report.ok
-    assert report.lacking == ("the weights were not downloaded or checked",)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    folders.optimum_tnx(whole)
+    folders.optimum_cut(cut)
+    for path in (whole, cut):
+        (path / "tokenizer.json").touch()
+    assert run(whole, machine=INF2).loadable
+    shutil.rmtree(whole / "checkpoint")
+    for path in (whole, cut):
+        for machine in (INF2, None):
+            report = run(path, machine=machine)
+            (error,) = report.findings.messages("error")
+            assert "without weights" in error
+            assert not report.loadable
+
+
+def test_a_model_of_the_hub_needs_no_weights_here_for_graphs_that_name_others(
+    tmp_path, at_hand, monkeypatch
+):
+    at_hand(LAPTOP)
+    monkeypatch.setattr(fetch, "fetch_config", lambda *_, **__: folders.CONFIG)
+    graphs = folders.nxdi(tmp_path, save_sharded_checkpoint=False)
+    shutil.rmtree(graphs / "weights")
+    report = run("owner/name", machine=INF2, compiled_graph_path=str(graphs))
+    assert report.prepared.artifact.backend == "nxdi"
+    assert not [m for m in report.findings.messages("error") if "without weights" in m]
 
 
 def test_a_recorded_value_that_is_none_is_an_error(tmp_path, at_hand):
