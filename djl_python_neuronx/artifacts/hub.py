@@ -408,6 +408,7 @@ class _Request:
 
         site, offline, origin = self.settings.site, self.settings.offline, self.origin
         model = f"the model {self.model_id!r}"
+        here = f"there is no folder {self.model_id!r} here, and as an id of the hub: "
         away = (
             f"offline mode is on ({offline}). Load it once without {offline}"
             if offline
@@ -423,12 +424,13 @@ class _Request:
             errors.RepositoryNotFoundError: f"{site} has no model {self.model_id!r}, or a private one, and there is "
             f"no local folder of that name. Correct {origin}; for a private model set HF_TOKEN.",
             errors.HFValidationError: f"{self.model_id!r} is not a model id: expected 'owner/name'. Correct {origin}.",
-            errors.LocalEntryNotFoundError: f"{what} is not completely cached, and {away}, or name a local folder "
-            "of the model.",
+            errors.LocalEntryNotFoundError: f"{here}{what} is not completely cached, and {away}, or name a "
+            "local folder of the model.",
             errors.EntryNotFoundError: f"{model} has no {CONFIG}; expected a model as transformers saves it. "
             f"Correct {origin}.",
-            Exception: f"{what} cannot be loaded from {site} ({reason}). Check the network, HF_ENDPOINT, HF_HOME "
-            "and HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the cache.",
+            Exception: f"{here}{what} cannot be loaded from {site} ({reason}). Check the network, HF_ENDPOINT, "
+            "HF_HOME and HF_TOKEN and start again, finished files are kept; HF_HUB_OFFLINE=1 takes what is in the "
+            "cache.",
         }
 
 

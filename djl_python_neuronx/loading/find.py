@@ -17,8 +17,8 @@ from djl_python_neuronx.artifacts.folder import (
     read_json,
 )
 from djl_python_neuronx.artifacts.manifest import FILE_NAME as MANIFEST
+from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.config.sources import try_path
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -62,6 +62,9 @@ def find_model(settings: Resolved, situation: Situation) -> Model | None:
     elif options.model_dir is None or "model_id" in settings.refused:
         return None
     else:
+        default = sources.MODEL_DIR
+        if options.model_dir == default and not sources.try_path(default.exists, failed=True):
+            raise no_model_named()
         try:
             name = str(options.model_dir)
             model = _detect(options.model_dir, name, "the model argument", settings, situation)
@@ -72,6 +75,15 @@ def find_model(settings: Resolved, situation: Situation) -> Model | None:
             )
             raise UnknownFormatError(msg) from error
     return _with_named_graphs(model, settings, situation)
+
+
+def no_model_named() -> ArtifactNotFoundError:
+    """The error without a target, SageMaker's folder and an option that names a model."""
+    msg = (
+        f"there is no {str(sources.MODEL_DIR)!r}, and neither variables nor command line name a model; expected a "
+        "target, or HF_MODEL_ID, or OPTION_MODEL_ID"
+    )
+    return ArtifactNotFoundError(msg)
 
 
 def find_named(
@@ -173,7 +185,7 @@ def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -
         if not saved_by_nxdi(fetch.list_names(place, situation.environ, origin=origin)):
             return model
         folder = situation.fetch(place, origin, selection=EVERYTHING)
-    is_foreign = try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
+    is_foreign = sources.try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
     if not is_foreign or graphs_in(folder) != "nxdi":
         return model
     return replace(model, artifact=with_graphs(model.artifact, folder))

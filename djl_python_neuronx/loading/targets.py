@@ -14,6 +14,7 @@ from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import Resolved, read_file
 from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ConfigError
+from djl_python_neuronx.loading.find import no_model_named
 from djl_python_neuronx.planning.plan import examine
 
 
@@ -92,9 +93,5 @@ def read_target(
     settings = examine(None, folder, environ, problems, overrides, file=file, content=content)
     in_file = read_file(folder, file, content, problems)
     if folder is None and settings.options.model_id is None:
-        msg = (
-            f"there is no {str(sources.MODEL_DIR)!r}, and neither variables nor command line name a model; expected a "
-            "target, or HF_MODEL_ID, or OPTION_MODEL_ID"
-        )
-        raise ArtifactNotFoundError(msg)
+        raise no_model_named()
     return settings, in_file

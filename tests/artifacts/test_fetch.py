@@ -122,7 +122,8 @@ def test_the_cache_serves_when_the_hub_is_away(environ, monkeypatch, caplog):
     with remote_doubles.hub({"owner/model": BYTES}) as (url, _):
         fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url})
     assert fetch_config("owner/model", None, {**environ, "HF_ENDPOINT": url}) == CONFIG
-    with pytest.raises(ArtifactAccessError, match="cannot be reached"):
+    no_folder = "there is no folder 'owner/other' here, and as an id of the hub: "
+    with pytest.raises(ArtifactAccessError, match=f"{no_folder}.*cannot be reached"):
         fetch_config("owner/other", None, {**environ, "HF_ENDPOINT": url})
     assert sum(slept) < 2
     assert "etry" not in caplog.text
@@ -135,6 +136,7 @@ SECRET = "hf_5ecret"
     ("status", "words"),
     [
         pytest.param(503, "cannot be reached (it answers 503)", marks=RETRIES),
+        (418, "there is no folder 'owner/model' here, and as an id of the hub: "),
         (418, "HTTP status 418"),
     ],
 )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts import tokenizer
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.errors import ArtifactError, ConfigError
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ConfigError
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
@@ -246,6 +246,9 @@ def test_variables_alone_name_a_model(environ, tmp_path, laptop, monkeypatch, ca
     report = check(None, environ={}, overrides={})
     assert str(tmp_path / "none") in report.findings.messages("error")[0]
     assert "OPTION_MODEL_ID" in report.findings.messages("error")[0]
+    with pytest.raises(ArtifactNotFoundError) as start:  # of `serve`, whose default the folder is
+        prepare_module.prepare_or_raise(None, tmp_path / "none", environ={})
+    assert str(start.value) == report.findings.messages("error")[0]
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_bytes((MODELS / "gpt2.json").read_bytes())
     report = check(None, environ={**environ, "HF_MODEL_ID": "facebook/opt-13b"}, overrides={})
