@@ -107,8 +107,8 @@ def test_logits_follow_from_the_history_alone(tmp_path: Path, num_ranks: int) ->
 
 @pytest.mark.usefixtures("short_ring")
 def test_the_end_of_text_is_never_likely(tmp_path: Path) -> None:
-    """A vocabulary of eight tokens, of which two are eos, at any temperature up to 10."""
-    backend = load(write_model(tmp_path, vocab_size=8))
+    """A vocabulary of eight tokens, of which two are eos, at any temperature up to 10; one eos more is beyond it."""
+    backend = load(write_model(tmp_path, vocab_size=8), eos_ids=frozenset({*EOS, 8}))
     tokens, logits = texts(backend, {0: [1]}, 60)[0]
     assert {*tokens} == {*range(8)} - {*EOS}
     weights = np.exp(logits.astype(np.float64) / 10)

@@ -119,7 +119,9 @@ class MadeUpModel:
         self._histories = Histories(spec, seed)
         self._noise = noise
         self._best = noise.max() + 1
-        self._noise[[*spec.eos_ids]] = self._noise.min() - 100
+        # A configuration may name ids beyond its vocabulary, which no model makes.
+        eos_ids = [token for token in spec.eos_ids if 0 <= token < spec.vocab_size]
+        self._noise[eos_ids] = self._noise.min() - 100
         step_bytes = spec.num_slots * self._noise.nbytes
         num_steps = max(_RING_STEPS, -(-_RING_BYTES // step_bytes))
         self.ring: Float32Array = np.empty(
