@@ -337,7 +337,7 @@ class PythonTokenizer(TokenTable):
         if not variables:
             return
         arguments = signature(self.library.apply_chat_template).parameters
-        own = {"messages", *self.library.special_tokens_map, *arguments}
+        own = {"self", "messages", "conversations", *self.library.special_tokens_map, *arguments}
         for name in own.intersection(variables):
             msg = f"chat_template_kwargs has {name!r}, which the server sets itself; leave it out"
             raise RequestError(msg, param=f"chat_template_kwargs.{name}")

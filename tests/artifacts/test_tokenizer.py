@@ -168,6 +168,7 @@ def test_how_a_template_is_rendered(tmp_path, loaded):
     [
         *("messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize"),
         *("continue_final_message", "chat_template", "return_dict", "bos_token"),
+        *("self", "conversations"),
     ],
 )
 def test_a_variable_replaces_nothing_that_the_server_sets(loaded, name):
