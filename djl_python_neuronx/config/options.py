@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from djl_python_neuronx.config.device_sampling import OnDeviceGeneration, parse_generation
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.server_options import LimitOptions, ServerOptions
-from djl_python_neuronx.config.step_times import Milliseconds, StepTimes, parse_step_ms
+from djl_python_neuronx.config.step_times import STEP_MS, StepMs
 from djl_python_neuronx.config.values import (
     COUNT,
     POSITIONS,
@@ -206,15 +206,7 @@ class GeneralOptions(OptionGroup):
     cpu_threads: Annotated[Count | None, Option(draft="same")] = None
     """Threads of each copy on the cpu backend. Default: all physical cores but one, which is left to the server, shared
     by the copies (`replicas`)."""
-    sim_step_ms: Annotated[
-        Milliseconds | StepTimes,
-        BeforeValidator(parse_step_ms),
-        Option(
-            allowed='milliseconds from 0 to 3600000, a JSON object of them by bucket such as {"prefill": {"128": 20, '
-            '"2048": 190}, "decode": {"2048": 10}}, or a file that holds one',
-            file=True,
-        ),
-    ] = 10.0
+    sim_step_ms: Annotated[StepMs, Option(allowed=STEP_MS, file=True)] = 10.0
     """Time of a step with `model_loader=sim`. A number is for every step. An object has the times of buckets: a step
     takes that of the smallest one which holds its own bucket."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from djl_python_neuronx.config.values import Count, parse_object
 
 Milliseconds = Annotated[float, Field(ge=0, le=3_600_000, strict=True)]
 _Times = Annotated[dict[Count, Milliseconds], Field(min_length=1)]
+STEP_MS = (
+    'milliseconds from 0 to 3600000, a JSON object of them by bucket such as {"prefill": {"128": 20, "2048": 190}, '
+    '"decode": {"2048": 10}}, or a file that holds one'
+)
+"""The allowed values of `StepMs`."""
 _WRONG: Final = {"missing": "is missing", "extra_forbidden": "is not known"}
 """Kind of a pydantic error to what is wrong with a key."""
 
@@ -47,3 +52,7 @@ def parse_step_ms(value: object) -> object:
         key = ".".join(str(part) for part in first["loc"] if part != "[key]")
         message = f"{key} {_WRONG.get(first['type'], 'is wrong')}"
         raise ValueError(message) from error
+
+
+StepMs = Annotated[Union[Milliseconds, StepTimes], BeforeValidator(parse_step_ms)]
+"""A number of milliseconds for every step, or those of each bucket."""

@@ -27,6 +27,10 @@ Load: TypeAlias = "Callable[..., Service]"
 """Loads a model, called with a function that takes each stage of the load, in words, and with `on_death`, `placed` and
 `before` as in `Service.load`. Raises `ServingError`."""
 
+Prepare: TypeAlias = "Callable[[], Sequence[Sequence[str] | ServingError]]"
+"""Judges all models before any is loaded. Returns the cores of the copies of each (`placed` of `Service.load`), or the
+error of one that cannot be loaded. Raises `ServingError`."""
+
 
 class Model:
     """A model and its state: it is loading, served, being reloaded, or given up."""
@@ -180,7 +184,7 @@ class Loader:
     def __init__(
         self,
         loads: Mapping[Model, Load],
-        prepare: Callable[[], Sequence[Sequence[str] | ServingError]],
+        prepare: Prepare,
         on_ready: Callable[[Model], None],
         on_failure: Callable[[ServingError], None],
         *,
@@ -190,8 +194,7 @@ class Loader:
 
         Args:
             loads: the models, each with what loads it.
-            prepare: judges all of them together before they are loaded. Returns `placed` of each, see `Load`, or the
-                error of one that cannot be loaded.
+            prepare: called before the first load, and at each reload.
             on_ready: called when a model has been loaded.
             on_failure: called when no model is left, and with `exit_on_error` when a first load fails.
             exit_on_error: False: go on with the models that can be loaded.

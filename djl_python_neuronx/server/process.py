@@ -26,7 +26,6 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol.base import Threads
 from djl_python_neuronx.server.app import Application, create_app
 from djl_python_neuronx.server.http import (
@@ -38,7 +37,7 @@ from djl_python_neuronx.server.http import (
     drop_oldest,
 )
 from djl_python_neuronx.server.keys import KeyCheck
-from djl_python_neuronx.server.models import Load, Loader, Model
+from djl_python_neuronx.server.models import Load, Loader, Model, Prepare
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +221,7 @@ def serve(
     host: str,
     port: int,
     drain_s: float,
-    prepare: Callable[[], Sequence[Sequence[str] | ServingError]],
+    prepare: Prepare,
     exit_on_error: bool,
     tls: ssl.SSLContext | None = None,
     api_keys: Sequence[bytes] = (),
