@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process."""
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
-        arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown)}")
+        own = re.findall(r"--[\w-]+", arguments.usage())
+        arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown, own)}")
     setup_logging(arguments.log_level.upper(), arguments.log_format)
     try:
         run: Run = arguments.run
@@ -98,18 +100,29 @@ def _add_serve(commands: Commands) -> None:
         "s3:// URI "
         f"(default {MODEL_DIR}); several are served side by side, requests name theirs",
     )
+    _add_server(command)
+    _add_options(command)
+    _complete(command, _serve, log_level="info")
+
+
+def _add_server(command: argparse.ArgumentParser, *, unused: bool = False) -> None:
+    """Add the flags of the server itself. `unused`: they have no effect, and the help does not list them."""
+
+    def shown(text: str) -> str:
+        return argparse.SUPPRESS if unused else text
+
     everywhere = "0.0.0.0"  # noqa: S104  (SageMaker's container contract requires it)
     command.add_argument(
         "--host",
         "--hostname",
         default=everywhere,
-        help="address to listen on (default %(default)s)",
+        help=shown("address to listen on (default %(default)s)"),
     )
     command.add_argument(
         "--port",
         "-p",
         type=_port,
-        help=f"port to listen on (default SAGEMAKER_BIND_TO_PORT, or else {DEFAULT_PORT})",
+        help=shown(f"port to listen on (default SAGEMAKER_BIND_TO_PORT, or else {DEFAULT_PORT})"),
     )
     command.add_argument(
         "--drain",
@@ -117,18 +130,24 @@ def _add_serve(commands: Commands) -> None:
         type=_seconds,
         default=25.0,
         metavar="S",
-        help="seconds that running requests have to end at shutdown (default %(default)g); the process ends at most 2 "
-        "seconds later, within the 30 of SageMaker and Kubernetes",
+        help=shown(
+            "seconds that running requests have to end at shutdown (default %(default)g); the process ends at most 2 "
+            "seconds later, within the 30 of SageMaker and Kubernetes"
+        ),
     )
     command.add_argument(
         "--exit-on-error",
         type=_flag,
         default=True,
         metavar="{true,false}",
-        help="false: of several models one that cannot be loaded answers 503 with the reason, and the others are "
-        "served (default true: the process ends)",
+        help=shown(
+            "false: of several models one that cannot be loaded answers 503 with the reason, and the others are "
+            "served (default true: the process ends)"
+        ),
     )
-    tls = command.add_argument_group("TLS", "Flags of uvicorn; files in PEM format.")
+    tls = command
+    if not unused:
+        tls = command.add_argument_group("TLS", "Flags of uvicorn; files in PEM format.")
     for flag, metavar, text in (
         ("certfile", "FILE", "certificate; with it the server speaks TLS"),
         ("keyfile", "FILE", "key of the certificate, if in a separate file"),
@@ -139,9 +158,7 @@ def _add_serve(commands: Commands) -> None:
             "authorities; a client must present a certificate that one of them has signed",
         ),
     ):
-        tls.add_argument(f"--ssl-{flag}", metavar=metavar, help=text)
-    _add_options(command)
-    _complete(command, _serve, log_level="info")
+        tls.add_argument(f"--ssl-{flag}", metavar=metavar, help=shown(text))
 
 
 def _add_check(commands: Commands) -> None:
@@ -150,7 +167,8 @@ def _add_check(commands: Commands) -> None:
         help="dry run of a start: print options, plan and problems; needs no weights, device or compiler",
         description="Print every option with its value and source, the plan (backend, graphs to compile, memory per "
         "core) and every problem with its fix, and of several models or copies the cores of each. Reads config.json, "
-        "no weights. Exit status: 0 if the plan is possible, 1 if it is not, 2 for a wrong command line.",
+        "no weights. Flags of serve, such as --port, are accepted. "
+        "Exit status: 0 if the plan is possible, 1 if it is not, 2 for a wrong command line.",
     )
     command.add_argument(
         "target",
@@ -161,6 +179,7 @@ def _add_check(commands: Commands) -> None:
     _add_instance(command)
     command.add_argument("--all", action="store_true", help="also list options at their default")
     command.add_argument("--json", action="store_true", help="print JSON (keys: docs/check.md)")
+    _add_server(command, unused=True)
     _add_options(command)
     _complete(command, _check, log_level="warning")
 
@@ -193,6 +212,7 @@ def _add_compile(commands: Commands) -> None:
     command.add_argument(
         "--overwrite", action="store_true", help="replace the output folder, whatever it contains"
     )
+    _add_server(command, unused=True)
     _add_instance(command)
     _add_options(command)
     _complete(command, _compile, log_level="info")
@@ -266,7 +286,7 @@ def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> 
         default=environment().get(LOG_FORMAT, "text"),
         help=f"json: an object in each line, its time in UTC (default: variable {LOG_FORMAT}, or else text)",
     )
-    command.set_defaults(run=run, refuse=command.error)
+    command.set_defaults(run=run, refuse=command.error, usage=command.format_help)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

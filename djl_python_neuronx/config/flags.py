@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 from djl_python_neuronx.config import hints
 from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import NAMES, ServingOptions
-from djl_python_neuronx.config.other_servers import SAME
+from djl_python_neuronx.config.other_servers import NEUTRAL, SAME
 from djl_python_neuronx.config.sources import meant
 
-_NAMES = dict.fromkeys((*SAME, *NAMES, *IGNORED, *UNSUPPORTED))
+_NAMES = dict.fromkeys((*SAME, *NAMES, *IGNORED, *UNSUPPORTED, *NEUTRAL))
 _APART = {"env", "model_dir"}  # `--env` of TGI is another thing
 _SWITCHES = re.compile("allow_|disable_|enable_|enforce_|use_")
 """Beginnings of names that are no options and take no value, in vLLM too."""
@@ -55,15 +55,20 @@ def add_flags(command: argparse.ArgumentParser) -> None:
             )
 
 
-def unknown(words: Sequence[str]) -> str:
-    """The flags in `words`, each with what to do instead of it; values, which may be secrets, are left out."""
+def unknown(words: Sequence[str], own: Collection[str]) -> str:
+    """The flags in `words`, each with what to do instead of it; values, which may be secrets, are left out.
+
+    `own`: flags of the command itself.
+    """
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-"))
-    advice = {flag: hints.unknown(flag.lstrip("-"), None, _NAMES) for flag in flags}
+    advice = {flag: hints.unknown(flag.lstrip("-"), None, [*_NAMES, *own]) for flag in flags}
     other = "; no flag and no option has this name; leave it out"
     return ", ".join(f"{flag} ({(advice[flag] or other)[2:]})" for flag in flags) or words[0]
 
 
 def _is_switch(name: str) -> bool:
+    if name in NEUTRAL:
+        return not {"true", "false"}.isdisjoint(NEUTRAL[name])
     if name not in NAMES:
         return _SWITCHES.match(name) is not None
     annotation = ServingOptions.model_fields[NAMES[name]].annotation

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
-from djl_python_neuronx.config.other_servers import ADVICE, SAME
+from djl_python_neuronx.config.other_servers import ADVICE, NOTHING, SAME
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -120,3 +120,8 @@ def unknown(name: str, value: object, known: Collection[str]) -> str:
     if plain in ADVICE:
         return f"; {ADVICE[plain]}"
     return did_you_mean(plain, known) or did_you_mean(name, known)
+
+
+def neutral(name: str) -> str:
+    """Advice on a flag of another server at a value that asks for something: what is right whatever the value."""
+    return unknown(name, None, ())[2:] or NOTHING

@@ -19,6 +19,10 @@ class Unsupported:
 
     neutral: tuple[str, ...] = ()
     """Values that turn it off, in lower case, the one for messages first. Empty: every value is refused."""
+    advice: str = "it is not supported in this version; remove it"
+    """Text after the allowed values in an error message."""
+    off: str = "not supported in this version, and off"
+    """The reason why an accepted value has no effect."""
 
     def accepts(self, value: object) -> bool:
         """True if `value` turns it off."""
@@ -28,7 +32,7 @@ class Unsupported:
     def expected(self) -> str:
         """The allowed values, for an error message."""
         allowed = f"{self.neutral[0]} or nothing" if self.neutral else "nothing"
-        return f"{allowed}: it is not supported in this version; remove it"
+        return f"{allowed}: {self.advice}"
 
 
 DJL_OPTIONS: Final = ("parallel_loading", "enable_venv", "modelName")

@@ -39,17 +39,24 @@ _KEYS = "write the keys into a file and set -o api_key_file=FILE, or set DJL_NEU
 _ORIGINS = "write -o cors_allow_origins=https://a.org,https://b.org"
 _DRAFTS = "write -o ngram_prompt_lookup_max=3, or -o speculative_draft_model=MODEL, and -o speculative_length=N"
 _CACHE = "set HF_HUB_CACHE to the folder of the hub's files"
-_NOTHING = "nothing here corresponds to it; leave it out (docs/nxdi.md)"
+NOTHING = "nothing here corresponds to it; leave it out (docs/nxdi.md)"
+_TOOLS = "no tools in this version: a request with tools gets 400; leave it out"
+_ADAPTERS = "no adapters in this version: serve the model with the adapter merged into it"
+_IMAGES = "no images, video or audio in this version; leave it out"
+_TOKENIZER = (
+    "the model's own tokenizer is used: put other files of a tokenizer into the model folder"
+)
 _TGI = _by_word(
     {
         _CACHE: "weights_cache_override",
         _DRAFTS: "speculate",
         _KEYS: "api_key",
         _ORIGINS: "cors_allow_origin",
-        _NOTHING: "cuda_graphs cuda_memory_fraction disable_custom_kernels disable_grammar_support enable_cuda_graphs "
-        "enable_prefill_logprobs lora_adapters max_best_of max_client_batch_size max_stop_sequences max_top_n_tokens "
+        NOTHING: "cuda_graphs cuda_memory_fraction disable_custom_kernels disable_grammar_support enable_cuda_graphs "
+        "enable_prefill_logprobs max_best_of max_client_batch_size max_stop_sequences max_top_n_tokens "
         "ngrok ngrok_authtoken ngrok_edge otlp_endpoint otlp_service_name rope_factor rope_scaling shard_uds_path "
         "usage_stats validation_workers watermark_delta watermark_gamma",
+        _ADAPTERS: "lora_adapters",
         "-o max_rolling_batch_size and -o n_positions decide": "max_batch_total_tokens",
         "-o decode_interleave rules how new requests join": "max_waiting_tokens waiting_served_ratio",
         "-o tensor_parallel_degree decides": "sharded",
@@ -68,26 +75,123 @@ ADVICE: Final = {
         {
             _CACHE: "download_dir huggingface_hub_cache",
             _DRAFTS: "speculative_config",
+            _ADAPTERS: "default_mm_loras enable_tower_connector_lora fully_sharded_loras lora_dtype lora_modules "
+            "max_cpu_loras max_lora_rank max_loras specialize_active_lora",
+            _IMAGES: "allowed_local_media_path allowed_media_domains enable_mm_embeds interleave_mm_strings "
+            "limit_mm_per_prompt media_io_kwargs mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode "
+            "mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs mm_shm_cache_max_object_size_mb "
+            "skip_mm_profiling video_pruning_rate",
+            _TOKENIZER: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
+            _TOOLS: "enable_auto_tool_choice exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin "
+            "tool_server",
+            "prompts are not logged here; leave it out": "enable_log_requests enable_log_outputs",
+            "write its settings as flags, or into a serving.properties as option.NAME=VALUE": "config",
             _KEYS: "VLLM_API_KEY",
             _ORIGINS: "allowed_origins",
             "set AWS_ENDPOINT_URL": "S3_ENDPOINT_URL",
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY": "S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY",
             "set HF_TOKEN": "hf_token HF_API_TOKEN",
-            "set OPTION_ENABLE_CHUNKED_PREFILL=true": "DISABLE_NEURON_CUSTOM_SCHEDULER",
+            "leave it out, or with tnx set OPTION_ENABLE_CHUNKED_PREFILL=true": "DISABLE_NEURON_CUSTOM_SCHEDULER",
             "set OPTION_MODEL_LOADER=nxdi, or tnx": "VLLM_NEURON_FRAMEWORK",
             "set OPTION_STEP_TIMEOUT": "VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
             "set OPTION_KEEP_ALIVE_TIMEOUT": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
             "the host samples unless OPTION_ON_DEVICE_GENERATION is set": "NEURON_ON_DEVICE_SAMPLING_DISABLED",
             "write djl-neuronx serve --drain SECONDS": "GRACEFUL_TERMINATION_TIMEOUT",
             "write djl-neuronx serve --host ADDRESS --port PORT": "host port PORT",
+            "write -o access_log=off": "disable_uvicorn_access_log",
             "write --log-level LEVEL": "uvicorn_log_level VLLM_LOGGING_LEVEL",
         }
     ),
 }
 """Name that sets nothing here, to what to do instead."""
 
+_SWITCHES_OFF = """
+    aggregate_engine_logging allow_credentials allow_deprecated_quantization calculate_kv_scales
+    cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb disable_cascade_attn disable_chunked_mm_input
+    disable_fastapi_docs disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization disable_sliding_window
+    disable_uvicorn_access_log
+    enable_auto_tool_choice enable_dbo enable_eplb enable_expert_parallel enable_force_include_usage
+    enable_layerwise_nvtx_tracing enable_log_outputs enable_log_requests enable_logging_iteration_details
+    enable_mfu_metrics enable_mm_embeds enable_offline_docs enable_prompt_embeds enable_prompt_tokens_details
+    enable_request_id_headers enable_return_routed_experts enable_server_load_tracking enable_sleep_mode
+    enable_ssl_refresh enable_tokenizer_info_endpoint enable_tower_connector_lora exclude_tools_when_tool_choice_none
+    fully_sharded_loras headless interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill log_error_stack
+    mm_encoder_only ray_workers_use_nsight return_tokens_as_token_ids skip_mm_profiling skip_tokenizer_init
+    specialize_active_lora tokens_only trust_request_chat_template
+"""
+NEUTRAL: Final = {
+    **dict.fromkeys(_SWITCHES_OFF.split(), ("false",)),
+    **dict.fromkeys(("async_scheduling", "disable_frontend_multiprocessing"), ("false", "true")),
+    **dict.fromkeys(("enable_flashinfer_autotune", "enable_log_deltas"), ("false", "true")),
+    "use_tqdm_on_load": ("false", "true"),
+    **{
+        name: tuple(values.split())
+        for name, values in {
+            "all2all_backend": "allgather_reducescatter",
+            "api_server_count": "1",
+            "chat_template_content_format": "auto",
+            "config_format": "auto hf",
+            "convert": "auto none",
+            "cp_kv_cache_interleave_size": "1",
+            "cpu_offload_gb": "0",
+            "data_parallel_backend": "mp",
+            "dbo_decode_token_threshold": "32",
+            "dbo_prefill_token_threshold": "512",
+            "dcp_kv_cache_interleave_size": "1",
+            "decode_context_parallel_size": "1",
+            "expert_placement_strategy": "linear",
+            "h11_max_header_count": "256",
+            "h11_max_incomplete_event_size": "4194304",
+            "hf_overrides": "{}",
+            "kv_cache_dtype": "auto",
+            "kv_cache_metrics_sample": "0.01",
+            "kv_offloading_backend": "native",
+            "limit_mm_per_prompt": "{}",
+            "load_format": "auto safetensors",
+            "logprobs_mode": "raw_logprobs",
+            "long_prefill_token_threshold": "0",
+            "lora_dtype": "auto",
+            "mamba_cache_dtype": "auto",
+            "mamba_cache_mode": "none",
+            "mamba_ssm_cache_dtype": "auto",
+            "max_logprobs": "20",
+            "max_long_partial_prefills": "1",
+            "max_lora_rank": "16",
+            "max_loras": "1",
+            "max_num_partial_prefills": "1",
+            "media_io_kwargs": "{}",
+            "mm_encoder_tp_mode": "weights",
+            "mm_processor_cache_gb": "4",
+            "mm_processor_cache_type": "lru",
+            "mm_shm_cache_max_object_size_mb": "128",
+            "model_impl": "auto",
+            "model_loader_extra_config": "{}",
+            "nnodes": "1",
+            "node_rank": "0",
+            "override_generation_config": "{}",
+            "prefill_context_parallel_size": "1",
+            "prefix_caching_hash_algo": "sha256",
+            "pt_load_map_location": "cpu",
+            "response_role": "assistant",
+            "runner": "auto generate",
+            "safetensors_load_strategy": "lazy",
+            "scheduling_policy": "fcfs",
+            "seed": "0",
+            "ssl_cert_reqs": "0",
+            "stream_interval": "1",
+            "tokenizer": "",
+            "tokenizer_mode": "auto hf",
+            "ubatch_size": "0",
+            "uvicorn_log_level": "info",
+            "worker_cls": "auto",
+        }.items()
+    },
+}
+"""Flag of vLLM to the values that ask for nothing here: its defaults, and for flags of its own parts every value.
+The tokenizer may also be the model's own. Flags that are true or false are switches."""
+
 
 def unread(variable: str) -> str:
     """Advice on a variable of another server that sets nothing here; empty for any other."""
-    known = ADVICE.get(variable, _NOTHING if variable.startswith("VLLM_") else "")
+    known = ADVICE.get(variable, NOTHING if variable.startswith("VLLM_") else "")
     return known if variable.isupper() else ""

@@ -7,7 +7,7 @@ it cannot be honoured. A setting that DJL Serving adds is ignored with a reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -36,7 +36,7 @@ from djl_python_neuronx.config.options import (
     option,
     parse_value,
 )
-from djl_python_neuronx.config.other_servers import unread
+from djl_python_neuronx.config.other_servers import NEUTRAL, unread
 from djl_python_neuronx.config.sources import Inputs, Setting
 from djl_python_neuronx.config.values import (
     MAX_SHOWN,
@@ -151,9 +151,11 @@ def read_settings(
     in_file = read_file(model_dir, file, content, problems)
     inputs = Inputs(environ, model_dir, properties, in_file, overrides, overrides_from)
     inputs, written = _read_written(inputs, problems)
-    reader = _Reader(problems)
     folder = model_dir or (Path(file).parent if file else Path())
-    for setting in keywords.translated(sources.read_all(inputs, written), folder):
+    every = keywords.translated(sources.read_all(inputs, written), folder)
+    named = [one for one in every if NAMES.get(one.name) in {"model_id", "model_dir"}]
+    reader = _Reader(problems, {str(one.value) for one in named})
+    for setting in every:
         reader.read(setting)
     options = reader.validate(folder)
     origins = {
@@ -259,7 +261,7 @@ def _remote(setting: Setting, file: str) -> Setting:
 class _Reader:
     """Reads settings, highest precedence first, and keeps the one that counts for each option."""
 
-    def __init__(self, problems: Problems) -> None:
+    def __init__(self, problems: Problems, models: Collection[str]) -> None:
         self.chosen: dict[str, Setting] = {}
         """Option to the setting that counts."""
         self.ignored: dict[str, str] = {}
@@ -268,6 +270,8 @@ class _Reader:
         """Warnings and notes, which are described when all values are known."""
         self._overrides: list[Finding] = []
         self._problems = problems
+        self._models = models
+        """Names of the model, which its tokenizer has too."""
         self._firsts: dict[tuple[str, str], Setting] = {}
         """Source and option to the first of its settings."""
 
@@ -339,8 +343,8 @@ class _Reader:
         """Ignore, refuse or warn of a name that is not an option."""
         name, origin = str(shortened(setting.name)), setting.origin
         in_file = setting.source == sources.FILE_NAME
-        if name in UNSUPPORTED:
-            self._unsupported(setting, UNSUPPORTED[name])
+        if entry := UNSUPPORTED.get(name) or self._neutral(setting):
+            self._unsupported(setting, entry)
         elif name in IGNORED:
             self.ignored[name] = IGNORED[name]
         elif name in DJL_ARGUMENTS and setting.by_user:
@@ -362,9 +366,18 @@ class _Reader:
                 name, f"{origin}: neither an option (option.<name>) nor a key of DJL Serving{hint}"
             )
 
+    def _neutral(self, setting: Setting) -> Unsupported | None:
+        """What a flag of vLLM may be that has no option here."""
+        if setting.name not in NEUTRAL or not setting.by_user:
+            return None
+        neutral = NEUTRAL[setting.name]
+        if setting.name == "tokenizer" and setting.value in self._models:
+            neutral = (str(setting.value).lower(),)
+        return Unsupported(neutral, hints.neutral(setting.name), "it asks for nothing here")
+
     def _unsupported(self, setting: Setting, entry: Unsupported) -> None:
         if entry.accepts(shortened(setting.value)):
-            self.ignored[setting.name] = "not supported in this version, and off"
+            self.ignored[setting.name] = entry.off
         elif setting.by_user:
             self._refuse(setting, entry.expected)
         elif setting.source == sources.FILE_NAME:

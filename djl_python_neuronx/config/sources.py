@@ -43,6 +43,8 @@ LOG_FORMAT = "DJL_NEURONX_LOG_FORMAT"
 """Variable with the format of the log: `text` or `json`."""
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 _FLAG_PREFIXES = ("SM_VLLM_", "SM_ON_")
+_UNUSED_FLAGS = {"host", "port", "enable_auto_tool_choice", "tool_call_parser"}
+"""Flags whose variables in an image are listed as ignored: without them the endpoint does the same."""
 PREFIXES: Final = (_ENV_PREFIX, _ARGUMENT_PREFIX, *_FLAG_PREFIXES)
 """Prefixes of variables that set an option, whose name follows. The last ones are for flags of ``vllm serve`` and of
 ``optimum-cli neuron serve``. Source: vLLM 0.16, sagemaker-entrypoint.sh; optimum-neuron 213224e, docker/vllm."""
@@ -96,6 +98,8 @@ OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *TGI_MODEL, *_OWN, 
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"entrypoint": "entryPoint"}
 _UPPER = re.compile(r"[A-Z_\d]+")
+_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+_LENGTH = re.compile(r"(\d{1,9}(?:\.\d{1,9}(?=[km]))?)([kKmM])")
 
 _FILE_PREFIX = "option."
 _JAVA_BLANKS = "".join(map(chr, range(0x21)))
@@ -277,7 +281,7 @@ def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Sett
     found = _from_variables(environ, _OTHERS, OTHER_SERVERS, own)
     for prefix in _FLAG_PREFIXES:
         for flag in _from_prefix(inputs.environ, prefix, by_user=True):
-            unused = ADVICE[flag.name] if flag.name in {"host", "port"} else ""
+            unused = ADVICE[flag.name] if flag.name in _UNUSED_FLAGS else ""
             value = flag.value or "true"
             found.append(replace(flag, value=value, source=OTHER_SERVERS, unused=unused))
     for i, setting in enumerate(found):
@@ -287,7 +291,13 @@ def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Sett
 
 
 def meant(name: str, value: object) -> tuple[str, object]:
-    """The option that another server's name stands for, and its value: of a longest prompt the lengths up to it."""
+    """The option that another server's name stands for, and its value: of a longest prompt the lengths up to it.
+
+    Lengths may have vLLM's units: 2k is 2000, 2K is 2048. Source: vLLM 0.16, arg_utils.py human_readable_int.
+    """
+    unit = _LENGTH.fullmatch(str(value).strip()) if name == "max_model_len" else None
+    if unit and float(unit[1]) * _UNITS[unit[2]] < 2**31:
+        value = str(int(float(unit[1]) * _UNITS[unit[2]]))
     longest = parse_value("n_positions", value) if name.lower().startswith("max_input_") else None
     return SAME.get(name, name), make_buckets(longest) if isinstance(longest, int) else value
 

@@ -102,6 +102,29 @@ VLLM_FLAGS = words(
 """Source: vLLM 0.16, engine/arg_utils.py and entrypoints/openai/cli_args.py. AWS's image has variables of the flags,
 with the prefix `SM_VLLM_`."""
 
+VLLM_DEFAULTS = dict(
+    pair.split("=")
+    for pair in words(
+        """
+        all2all_backend=allgather_reducescatter api_server_count=1 chat_template_content_format=auto
+        config_format=auto convert=auto cp_kv_cache_interleave_size=1 cpu_offload_gb=0 data_parallel_backend=mp
+        dbo_decode_token_threshold=32 dbo_prefill_token_threshold=512 dcp_kv_cache_interleave_size=1
+        decode_context_parallel_size=1 expert_placement_strategy=linear h11_max_header_count=256
+        h11_max_incomplete_event_size=4194304 hf_overrides={} kv_cache_dtype=auto kv_cache_metrics_sample=0.01
+        kv_offloading_backend=native limit_mm_per_prompt={} load_format=auto logprobs_mode=raw_logprobs
+        long_prefill_token_threshold=0 lora_dtype=auto mamba_cache_dtype=auto mamba_cache_mode=none
+        mamba_ssm_cache_dtype=auto max_logprobs=20 max_long_partial_prefills=1 max_lora_rank=16 max_loras=1
+        max_num_partial_prefills=1 media_io_kwargs={} mm_encoder_tp_mode=weights mm_processor_cache_gb=4
+        mm_processor_cache_type=lru mm_shm_cache_max_object_size_mb=128 model_impl=auto
+        model_loader_extra_config={} nnodes=1 node_rank=0 override_generation_config={}
+        prefill_context_parallel_size=1 prefix_caching_hash_algo=sha256 pt_load_map_location=cpu
+        response_role=assistant runner=auto safetensors_load_strategy=lazy scheduling_policy=fcfs seed=0
+        ssl_cert_reqs=0 stream_interval=1 tokenizer_mode=auto ubatch_size=0 uvicorn_log_level=info worker_cls=auto
+        """
+    )
+)
+"""Defaults of flags that nothing here corresponds to. Source: vLLM 0.16, the same and config/."""
+
 VLLM_VARIABLES = words(
     """
     CMAKE_BUILD_TYPE CUDA_HOME CUDA_VISIBLE_DEVICES K_SCALE_CONSTANT LD_LIBRARY_PATH LOCAL_RANK MAX_JOBS

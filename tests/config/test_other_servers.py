@@ -213,7 +213,79 @@ def test_a_feature_of_later_may_be_turned_off_only(name):
     assert "not supported in this version; remove it" in error
 
 
-REFUSED = sorted(FLAGS - ACCEPTED.keys() - OF_SERVE.keys() - LATER)
+NEUTRAL_ONLY = {*names.VLLM_DEFAULTS, *names.VLLM_SWITCHES} - ACCEPTED.keys() - LATER
+"""Flags that are accepted only where they ask for nothing."""
+NO_EFFECT = {
+    *("async_scheduling", "disable_frontend_multiprocessing", "enable_flashinfer_autotune"),
+    *("enable_log_deltas", "use_tqdm_on_load"),
+}
+"""Switches of vLLM's own parts: neither value asks for anything."""
+ADVICE_BEGINS = ("leave it out", "write ", "set ", "decide", "mean", "put ", "serve ")
+
+
+def test_what_asks_for_nothing_is_listed_and_anything_else_refused_with_what_to_do(subtests):
+    for name in sorted(NEUTRAL_ONLY):
+        flag = name.replace("_", "-")
+        if name in names.VLLM_SWITCHES:
+            neutral, other = [f"--no-{flag}"], [f"--{flag}"]
+        else:
+            neutral = [f"--{flag}", names.VLLM_DEFAULTS[name]]
+            other = [f"--{flag}", "another"]
+        with subtests.test(name):
+            resolved, problems = settings(parsed([*neutral, "model"]).option)
+            assert problems.messages("error") == ()
+            assert name in resolved.ignored
+            errors = settings(parsed([*other, "model"]).option)[1].messages("error")
+            assert len(errors) == (name not in NO_EFFECT)
+            for error in errors:
+                advice = error.partition(" or nothing: ")[2]
+                assert any(word in advice for word in (*ADVICE_BEGINS, "parameter of requests"))
+
+
+def test_the_models_own_tokenizer_is_taken_and_another_refused(tmp_path):
+    for model in (["--model", MODEL], ["-o", f"model_id={MODEL}"]):
+        words = ["folder", "--tokenizer", MODEL, *model]
+        resolved, problems = settings(parsed(words).option)
+        assert problems.messages("error") == ()
+        assert "tokenizer" in resolved.ignored
+    problems = Problems()
+    read_settings(None, tmp_path, {}, problems, {"tokenizer": str(tmp_path)})
+    assert problems.messages("error") == ()
+    (error,) = settings(parsed(["folder", "--tokenizer", "other/model"]).option)[1].messages(
+        "error"
+    )
+    assert "into the model folder" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [("2k", 2000), ("2K", 2048), ("25.6k", 25600), ("1m", 10**6), ("1M", 2**20)],
+)
+def test_lengths_have_vllms_units(text, length):
+    """Source: vLLM 0.16, config/model.py, max_model_len."""
+    option = parsed(["model", "--max-model-len", text]).option
+    assert settings(option)[0].options.n_positions == length
+    environ = {"SM_VLLM_MAX_MODEL_LEN": text}
+    assert settings(environ=environ)[0].options.n_positions == length
+
+
+def test_flags_of_serve_are_accepted_by_check_and_compile():
+    words = ["--host", "a", "--port", "8000", "--drain", "5", "--exit-on-error=false"]
+    words += ["--ssl-certfile", "c", "--ssl-keyfile", "k"]
+    for command in (["check", "model"], ["compile", "model", "--output", "o"]):
+        arguments = PARSER.parse_args([*command, *words, "--max-num-seqs", "4"])
+        assert settings(arguments.option)[0].options.max_rolling_batch_size == 4
+
+
+def test_tool_variables_of_an_image_are_listed():
+    environ = {"SM_VLLM_ENABLE_AUTO_TOOL_CHOICE": "true", "SM_VLLM_TOOL_CALL_PARSER": "hermes"}
+    resolved, problems = settings(environ=environ)
+    assert problems.messages("error") == ()
+    for name in ("enable_auto_tool_choice", "tool_call_parser"):
+        assert "no tools in this version" in resolved.ignored[name]
+
+
+REFUSED = sorted(FLAGS - ACCEPTED.keys() - OF_SERVE.keys() - LATER - NEUTRAL_ONLY - {"tokenizer"})
 
 
 def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys):
@@ -229,9 +301,9 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
     advice = dict(part.split(" (", 1) for part in told.partition("arguments: ")[2].split("), "))
     assert sorted(advice) == sorted(words)
     for name, flag in zip(REFUSED, words, strict=True):
-        assert any(
-            word in advice[flag] for word in ("leave it out", "write ", "set ", "decide", "mean")
-        ) or advice[flag].startswith(("-o ", "it is a parameter of requests")), (name, advice[flag])
+        assert any(word in advice[flag] for word in ADVICE_BEGINS) or advice[flag].startswith(
+            ("-o ", "it is a parameter of requests")
+        ), (name, advice[flag])
 
 
 @pytest.mark.parametrize(
@@ -244,8 +316,13 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
         ("--json-output", "--log-format json"),
         ("--prometheus-port", "-o admin_port=PORT"),
         ("--hf-token", "set HF_TOKEN"),
-        ("--kv-cache-dtype", "did you mean 'kv_cache_quantize'"),
-        ("--seed", "a parameter of requests"),
+        ("--top-k", "a parameter of requests"),
+        ("--config", "option.NAME=VALUE"),
+        ("--tool-call-parser", "no tools in this version"),
+        ("--lora-modules", "no adapters in this version"),
+        ("--mm-processor-kwargs", "no images"),
+        ("--exit-on-eror", "did you mean '--exit-on-error'"),
+        ("--ssl-cert-file", "did you mean '--ssl-certfile'"),
         ("--max-num-seq", "did you mean 'max_num_seqs'"),
         ("--no-such-flag", "no flag and no option has this name"),
     ],
@@ -315,7 +392,7 @@ def test_a_variable_with_the_name_of_a_flag_is_that_flag(prefix):
         assert variable in resolved.origins[option]
     for name, value in WITHOUT_EFFECT.items():
         assert name in settings(environ={prefix + name.upper(): value or ""})[0].ignored
-    for name in ("API_KEY", "TOKENIZER", "ENABLE_PREFIX_CACHING"):
+    for name in ("API_KEY", "HF_TOKEN", "ENABLE_PREFIX_CACHING"):
         _, problems = settings(environ={prefix + name: SECRET if "ABLE" not in name else "true"})
         (error,) = problems.messages("error")
         assert prefix + name in error
