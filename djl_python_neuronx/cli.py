@@ -145,9 +145,8 @@ def _add_server(command: argparse.ArgumentParser, *, unused: bool = False) -> No
             "served (default true: the process ends)"
         ),
     )
-    tls = command
-    if not unused:
-        tls = command.add_argument_group("TLS", "Flags of uvicorn; files in PEM format.")
+    about = None if unused else "Flags of uvicorn; files in PEM format."  # else an empty section
+    tls = command.add_argument_group("TLS", about)
     for flag, metavar, text in (
         ("certfile", "FILE", "certificate; with it the server speaks TLS"),
         ("keyfile", "FILE", "key of the certificate, if in a separate file"),

@@ -367,7 +367,7 @@ class _Reader:
             )
 
     def _neutral(self, setting: Setting) -> Unsupported | None:
-        """What a flag of vLLM may be that has no option here."""
+        """The entry of a flag of vLLM that has no option here; None for any other name."""
         if setting.name not in NEUTRAL or not setting.by_user:
             return None
         neutral = NEUTRAL[setting.name]

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.artifacts.compiled_formats import LmiAot, OptimumTnx
+from djl_python_neuronx.artifacts.compiled_formats import OptimumTnx
 from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.manifest import read as read_manifest
 from djl_python_neuronx.config.keywords import OVERRIDE, RESERVED
@@ -52,9 +52,9 @@ def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resol
         for name, value in recorded.items()
         if name in ServingOptions.model_fields and name not in resolved.origins
     }
-    lengths = recorded.get("n_positions")
-    if artifact.format == LmiAot.name and lengths == (options.n_positions,):
-        taken["n_positions"] = lengths  # the container's own file has the longest alone
+    lengths, longest = recorded.get("n_positions"), options.n_positions
+    if isinstance(lengths, (list, tuple)) and isinstance(longest, int) and longest in lengths[-1:]:
+        taken["n_positions"] = lengths  # a length alone leaves the shorter graphs open
     chosen = {name: getattr(options, name) for name in options.model_fields_set}
     try:
         filled = ServingOptions.model_validate({**chosen, **taken})

@@ -45,6 +45,8 @@ from djl_python_neuronx.planning.plan import (
 from djl_python_neuronx.planning.rules import library_conflicts
 
 DRAFT_PREFIX = "the draft model: "
+_VLLM_GRAPHS = "NEURON_COMPILED_ARTIFACTS"
+"""Variable of vLLM's plugin: what it names is NxD Inference's."""
 
 
 def prepare_or_raise(
@@ -133,12 +135,14 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
 
 
 def _case(settings: Resolved, model: Model, backend: str, situation: Situation) -> Case:
+    of_vllm = settings.origins.get("compiled_graph_path") == f"environment {_VLLM_GRAPHS}"
+    saved = model.artifact.backend == backend and bool(model.artifact.neuron_config)
     return Case(
         settings.options,
         model.facts,
         choose_machine(settings, backend, situation),
         NEURON_BACKENDS.get(backend),
-        foreign_graphs=model.artifact.backend == backend and bool(model.artifact.neuron_config),
+        foreign_graphs=saved or (of_vllm and backend == "nxdi"),
         among_others=situation.among_others,
         compiled=model.artifact.backend == backend and model.artifact.compiled is not None,
     )

@@ -313,6 +313,35 @@ def test_nxdis_graphs_are_named_apart_from_the_checkpoint(tmp_path, at_hand, way
     assert "n_positions: compiled 64, wanted 32 (command line)" in error
 
 
+def test_a_length_alone_takes_the_compiled_lengths(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    model = folders.huggingface(tmp_path / "model")
+    (model / "tokenizer.json").touch()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    lengths = {"seq_len": 512, "max_length": 512, "max_context_length": 512}
+    buckets = {"context_encoding_buckets": [512], "token_generation_buckets": [512]}
+    graphs = folders.nxdi(tmp_path / "graphs", enable_bucketing=True, **lengths, **buckets)
+    environ = {"NEURON_COMPILED_ARTIFACTS": str(graphs)}
+    for facts in ({}, {"n_positions": "512"}, {"n_positions": "[512]"}):
+        report = run(model, environ, INSTANCE, **facts)
+        assert report.findings.messages("error") == ()
+        assert report.prepared.own_graphs
+        assert report.prepared.options.token_buckets == (512,)
+    (error,) = run(model, environ, INSTANCE, n_positions="256,512").findings.messages("error")
+    assert "n_positions: compiled" in error
+
+
+def test_the_variable_of_vllms_graphs_is_nxd_inferences(tmp_path, at_hand):
+    at_hand(LAPTOP)
+    model = folders.huggingface(tmp_path / "model")
+    (model / "tokenizer.json").touch()
+    environ = {"NEURON_COMPILED_ARTIFACTS": str(tmp_path / "missing")}
+    warnings = "".join(run(model, environ, INSTANCE).findings.messages("warning"))
+    assert "there is no folder" in warnings
+    assert "transformers-neuronx" not in warnings
+
+
 def test_graphs_of_the_other_library_are_an_error(tmp_path, at_hand):
     at_hand(LAPTOP)
     model = folders.huggingface(tmp_path / "model")
