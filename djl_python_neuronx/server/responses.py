@@ -21,8 +21,8 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.protocol import answer_error
-from djl_python_neuronx.protocol.base import ParsedRequest
-from djl_python_neuronx.protocol.parameters import MOST_SHOWN, shown_name
+from djl_python_neuronx.protocol.base import ParsedRequest, client_label, new_id
+from djl_python_neuronx.protocol.parameters import shown_name
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -135,13 +135,16 @@ def failure_response(error: ServingError, request: GenerationRequest) -> Respons
 async def on_serving_error(request: Request, error: Exception) -> Response:
     """An error of this package, with its own status."""
     assert isinstance(error, ServingError)  # noqa: S101  (starlette's handler signature is wider than its use)
-    if request.method == "POST":
-        sent = request.headers.get("x-request-id", "")
-        logger.info(
-            "request_rejected path=%s request_id=%s code=%s reason=%r",
-            request.url.path[:MOST_SHOWN], sent[:MOST_SHOWN], error.code, str(error),
-        )  # fmt: skip
-    return error_response(error, path=request.url.path)
+    path, headers = request.url.path, request.headers
+    if request.method != "POST":
+        return error_response(error, path=path)
+    sent = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
+    request_id = client_label(sent) or new_id()
+    logger.info(
+        "request_rejected path=%s request_id=%s code=%s reason=%r",
+        shown_name(path), request_id, error.code, str(error),
+    )  # fmt: skip
+    return error_response(error, path=path, request_id=request_id)
 
 
 async def on_client_disconnect(request: Request, _error: Exception) -> Response:

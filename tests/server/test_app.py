@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -701,8 +702,14 @@ def test_the_log_has_the_reason_of_a_refusal(
     wrong = {**body([5]), "parameters": {"temperatur": 1}}
     http.post(server.url + "/invocations", json=wrong, headers={"x-request-id": "mine"})
     (line,) = [one.getMessage() for one in caplog.records if "request_rejected" in one.msg]
-    assert line.startswith("request_rejected path=/invocations request_id=mine code=")
+    assert line.startswith("request_rejected path='/invocations' request_id=mine code=")
     assert "did you mean 'temperature'" in line
+    caplog.clear()
+    hostile = f"{server.url}/predictions/x%20code=ok%20request_id=other"
+    answer = http.post(hostile, json=wrong, headers={"x-request-id": "a code=ok"})
+    (line,) = [one.getMessage() for one in caplog.records if "request_rejected" in one.msg]
+    assert shlex.split(line)[1] == "path=/predictions/x code=ok request_id=other"
+    assert shlex.split(line)[2] == f"request_id={answer.headers['x-request-id']}"
     caplog.clear()
     http.get(server.url + "/v1/models/none")
     assert "request_rejected" not in caplog.text
