@@ -41,8 +41,10 @@ highest first:
 4. `HF_MODEL_ID`, `HF_REVISION` and `HF_TASK`,
 5. `OPTION_*` variables,
 6. keys without the prefix, then `ARGS_*` variables (arguments of DJL Serving, such as `batch_size`),
-7. the environment variables listed with the options below,
+7. the environment variables listed with the options, and those of other servers ("Other variables", at the end),
 8. a value derived from the model and the machine, then the default.
+
+A setting that another one overrides leaves a note, unless the command line overrides it.
 
 An empty value counts as not set, and so does `None` where the default is not set. A name that is not listed here is an
 error.
@@ -62,7 +64,9 @@ _VARIABLES_HEAD = """\
 ## Other variables
 
 Variables of SageMaker, of the Hugging Face hub, of TGI and of vLLM with its Neuron plugin. The
-`SAGEMAKER_*` ones override `serving.properties`. The others apply only if the option is not set there.
+`SAGEMAKER_*` ones override `serving.properties`. The others apply only if the option is not set there. Of several for
+one option the first in the table counts, and a note names the others; only the lengths in `NEURON_TOKEN_GEN_BUCKETS`
+are added to a longer `n_positions`.
 
 `SM_VLLM_<FLAG>` and `SM_ON_<FLAG>`, of vLLM's and Hugging Face's images on SageMaker, set what that flag of
 `djl-neuronx serve` sets. Other variables of these servers set nothing here: a warning says what to do.
@@ -250,18 +254,20 @@ def options_page() -> str:
         for title, names in SECTIONS.items()
     )
     contents = "".join(f"- [{title}](#{_anchor(title)})\n" for title in SECTIONS)
-    others = {
-        **sources.SAGEMAKER,
-        **sources.HUB,
-        **sources.TGI,
-        **sources.TGI_MODEL,
-        **{variable: name for variable, name in SAME.items() if variable.isupper()},
+    given = sources.OPTION_VARIABLES
+    others = {*sources.SAGEMAKER, *sources.HUB, *sources.TGI, *sources.TGI_MODEL, *SAME}
+    shared = {given[variable] for variable in others & given.keys()}
+    variables = {
+        variable: f"`{given[variable]}`"
+        for variable in sorted(given, key=given.__getitem__)
+        if given[variable] in shared
     }
-    variables = {variable: f"`{name}`" for variable, name in others.items()}
-    accepted = {name: ", ".join(entry.neutral) or "none" for name, entry in UNSUPPORTED.items()}
+    accepted = {
+        name: ", ".join(entry.neutral) or "none" for name, entry in sorted(UNSUPPORTED.items())
+    }
     tables = (
         f"{_VARIABLES_HEAD}\n{_table('variable', 'option', variables)}",
-        f"{_IGNORED_HEAD}\n{_table('name', 'reason', IGNORED)}",
+        f"{_IGNORED_HEAD}\n{_table('name', 'reason', dict(sorted(IGNORED.items())))}",
         f"{_UNSUPPORTED_HEAD}\n{_table('name', 'accepted values', accepted)}",
     )
     return "\n".join((_OPTIONS_HEAD, contents, chapters, *tables))
@@ -324,7 +330,7 @@ def _anchor(title: str) -> str:
 
 
 def _table(left: str, right: str, rows: Mapping[str, str]) -> str:
-    lines = (f"| `{name}` | {text} |\n" for name, text in sorted(rows.items()))
+    lines = (f"| `{name}` | {text} |\n" for name, text in rows.items())
     return f"| {left} | {right} |\n| --- | --- |\n{''.join(lines)}"
 
 

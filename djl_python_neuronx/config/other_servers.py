@@ -25,7 +25,7 @@ SAME: Final = _by_word(
         "max_rolling_batch_size": "batch_size max_batch_size HF_BATCH_SIZE",
         "max_waiting": "max_concurrent_requests",
         "model_id": "m model",
-        "n_positions": "max_total_tokens sequence_length HF_SEQUENCE_LENGTH MAX_TOTAL_TOKENS NEURON_TOKEN_GEN_BUCKETS",
+        "n_positions": "max_total_tokens sequence_length MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH NEURON_TOKEN_GEN_BUCKETS",
         "override_neuron_config": "additional_config",
         "pipeline_parallel_degree": "pipeline_parallel_size pp",
         "quantize": "quantization",
@@ -33,7 +33,8 @@ SAME: Final = _by_word(
         "tensor_parallel_degree": "num_shard tp HF_NUM_CORES NUM_SHARD",
     }
 )
-"""Name to the option that means the same. An option's own aliases are flags too."""
+"""Name to the option that means the same; of several variables for one option the first counts. An option's own aliases
+are flags too."""
 
 _KEYS = "write the keys into a file and set -o api_key_file=FILE, or set DJL_NEURONX_API_KEY"
 _ORIGINS = "write -o cors_allow_origins=https://a.org,https://b.org"

@@ -57,11 +57,8 @@ from djl_python_neuronx.errors import (
 )
 
 _DEFAULT = "default"
-_OVERRIDDEN_PLACES = {
-    *(sources.COMMAND_LINE, sources.FILE_NAME, sources.ENVIRONMENT, sources.HUB_SOURCE),
-    sources.OTHER_SERVERS,
-}
-"""Sources whose settings are noted if another one overrides them; fallbacks are there to be overridden."""
+_REMARKED = {sources.FILE_NAME, sources.ENVIRONMENT, keywords.OVERRIDE}
+"""Sources of which two settings of one option are an error, or have a remark, by themselves."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _WRITTEN = {"compiled_graph_path", "draft_model_compiled_path"}
 _MODELS = {"model_id", "speculative_draft_model"}
@@ -329,13 +326,15 @@ class _Reader:
             return
         other = self._firsts.setdefault((setting.source, name), setting)
         winner = self.chosen.setdefault(name, setting)
-        if _contradicts(name, other, setting):
+        if (merged := _merged(name, winner, setting)) is not None:
+            self.chosen[name] = merged
+        elif _contradicts(name, other, setting):
             message = (
                 f"{other.name}={shortened(other.value)!r} ({other.origin}) and "
                 f"{setting.name}={shortened(setting.value)!r} ({setting.origin}) are two values of one option; keep one"
             )
             self._problems.add_error(IncompatibleOptionsError(message))
-        if _overridden(name, winner, setting):
+        elif _overridden(name, winner, setting):
             level: Level = "warning" if winner.source == keywords.OVERRIDE else "note"
             self._overrides.append(Finding((name,), f"overrides {_written(setting)}", level))
 
@@ -406,6 +405,22 @@ def _content(setting: Setting, marker: Option, folder: Path) -> object:
     return sources.content(setting.value, folder, by_operator=operator, is_text=marker.text_file)
 
 
+def _merged(name: str, winner: Setting, setting: Setting) -> Setting | None:
+    """A length with the shorter ones that another server has for its graphs, as in keywords; else None."""
+    for one, of_graphs in ((winner, setting), (setting, winner)):
+        longest, lengths = parse_value(name, one.value), parse_value(name, of_graphs.value)
+        if (
+            name == "n_positions"
+            and of_graphs.source == sources.OTHER_SERVERS
+            and isinstance(longest, int)
+            and isinstance(lengths, tuple)
+            and lengths[-1] <= longest
+        ):
+            origin = f"{winner.origin}, {setting.origin}"
+            return replace(winner, value=sorted({*lengths, longest}), origin=origin)
+    return None
+
+
 def _contradicts(name: str, one: Setting, two: Setting) -> bool:
     """True for two names, or keywords, of one option with two values in one source, both by the user.
 
@@ -426,8 +441,7 @@ def _overridden(name: str, winner: Setting, setting: Setting) -> bool:
     won, lost = parse_value(name, winner.value), parse_value(name, setting.value)
     return (
         winner.origin not in {setting.origin, sources.DJL, sources.COMMAND_LINE}
-        and winner.source != setting.source
-        and setting.source in _OVERRIDDEN_PLACES
+        and (winner.source != setting.source or winner.source not in _REMARKED)
         and setting.by_user
         and won != lost
         and (not isinstance(won, tuple) or won[-1:] != (lost,))

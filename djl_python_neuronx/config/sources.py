@@ -74,13 +74,14 @@ text-generation-inference db931fc, sagemaker-entrypoint.sh."""
 TGI_MODEL: Final[Mapping[str, str]] = {"MODEL_ID": "model_id", "REVISION": "revision"}
 """TGI's variables that together name a model, to the option. Source: text-generation-inference db931fc, main.rs."""
 
+_GPUS = "SM_NUM_GPUS"
 TGI: Final[Mapping[str, str]] = {
     "HF_MODEL_QUANTIZE": "quantize",
     "HF_MODEL_TRUST_REMOTE_CODE": "trust_remote_code",
     "MAX_BATCH_SIZE": "max_rolling_batch_size",
     "MAX_BATCH_PREFILL_TOKENS": "max_rolling_batch_prefill_tokens",
     "MAX_CONCURRENT_REQUESTS": "max_waiting",
-    "SM_NUM_GPUS": "tensor_parallel_degree",
+    _GPUS: "tensor_parallel_degree",
 }
 """Variables of TGI, to the option. Source: djl-serving d21927c,
 dockerd-entrypoint-with-cuda-compat.sh, which turns them into `OPTION_*` (the requests that may wait into the length of
@@ -91,9 +92,13 @@ _OWN: Final = {
     variable: name for name in ServingOptions.model_fields for variable in option(name).env
 }
 """Variables of single options."""
-_OTHERS: Final = {variable: variable for variable in SAME if variable.isupper()}
-OPTION_VARIABLES: Final = frozenset({*SAGEMAKER, *HUB, *TGI, *TGI_MODEL, *_OWN, *_OTHERS})
-"""Variables that set options under their own name."""
+_FALLBACKS: Final = {
+    **{name: known for name, known in {**TGI, **_OWN}.items() if name not in {*HUB, _GPUS}},
+    _GPUS: TGI[_GPUS],  # TENSOR_PARALLEL_DEGREE counts before it
+}
+_OTHERS: Final = {variable: name for variable, name in SAME.items() if variable.isupper()}
+OPTION_VARIABLES: Final = {**SAGEMAKER, **HUB, **_FALLBACKS, **TGI_MODEL, **_OTHERS}
+"""Variables that set options under their own name, to the option. Of several for one option the first counts."""
 
 # Source: djl-serving d21927c, ModelInfo.java: names are lower-cased, and only if they are upper-case throughout.
 _ENV_SPECIAL = {"entrypoint": "entryPoint"}
@@ -268,17 +273,17 @@ def from_fallbacks(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]
 
     Those of ``option.env`` are added, which DJL Serving sets for its Python process.
     """
-    names = {name: known for name, known in {**TGI, **_OWN}.items() if name not in HUB}
-    names["SM_NUM_GPUS"] = names.pop("SM_NUM_GPUS")  # TENSOR_PARALLEL_DEGREE counts before it
     own = worker_variables(stronger)
-    return _from_variables(with_worker_variables(inputs.environ, own), names, "fallbacks", own)
+    environ = with_worker_variables(inputs.environ, own)
+    return _from_variables(environ, _FALLBACKS, "fallbacks", own)
 
 
 def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Setting]:
     """Variables of other servers' images that mean the same as an option."""
     own = worker_variables(stronger)
     environ = with_worker_variables(inputs.environ, own)
-    found = _from_variables(environ, _OTHERS, OTHER_SERVERS, own)
+    names = {variable: variable for variable in _OTHERS}
+    found = _from_variables(environ, names, OTHER_SERVERS, own)
     for prefix in _FLAG_PREFIXES:
         for flag in _from_prefix(inputs.environ, prefix, by_user=True):
             unused = ADVICE[flag.name] if flag.name in _UNUSED_FLAGS else ""

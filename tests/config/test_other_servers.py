@@ -411,6 +411,49 @@ class TestPrecedence:
         for variable in ("HF_NUM_CORES", "MAX_TOTAL_TOKENS"):
             assert f"(environment {variable})" in notes
 
+    def test_of_several_variables_the_first_counts_and_the_others_leave_a_note(self):
+        order = {
+            # option to its variables with a value each, as the table in docs/options.md has them
+            "max_rolling_batch_size": {"MAX_BATCH_SIZE": 4, "HF_BATCH_SIZE": 2},
+            "n_positions": {"MAX_TOTAL_TOKENS": 2048, "HF_SEQUENCE_LENGTH": 4096},
+            "tensor_parallel_degree": {
+                "TENSOR_PARALLEL_DEGREE": 8,
+                "SM_NUM_GPUS": 4,
+                "HF_NUM_CORES": 2,
+                "NUM_SHARD": 1,
+            },
+            "model_loading_timeout": {"SAGEMAKER_STARTUP_TIMEOUT": 60, "MODEL_LOADING_TIMEOUT": 70},
+            "max_body_bytes": {"SAGEMAKER_MAX_REQUEST_SIZE": 100, "PAYLOAD_LIMIT": 200},
+        }
+        variables = {name: str(n) for values in order.values() for name, n in values.items()}
+        resolved, problems = settings(environ=dict(reversed(variables.items())))
+        assert problems.messages("error") == ()
+        notes = "".join(problems.messages("note"))
+        for option, values in order.items():
+            first, *others = values
+            assert resolved.origins[option] == f"environment {first}"
+            assert getattr(resolved.options, option) == values[first]
+            for variable in others:
+                assert f"{option}={variables[variable]} (environment {variable})" in notes
+
+    def test_lengths_of_decode_graphs_are_added_to_the_longest(self):
+        buckets = {"NEURON_TOKEN_GEN_BUCKETS": "512,2048"}
+        for overrides, environ in (
+            ({"max_model_len": "2048"}, {}),
+            ({}, {"OPTION_N_POSITIONS": "2048"}),
+            ({}, {"SM_VLLM_MAX_MODEL_LEN": "2048"}),
+            ({}, {"MAX_TOTAL_TOKENS": "2048"}),
+        ):
+            resolved, problems = settings(overrides.items(), {**environ, **buckets})
+            assert problems.messages("error") == ()
+            assert resolved.options.n_positions == (512, 2048), (overrides, environ)
+            assert "NEURON_TOKEN_GEN_BUCKETS" in resolved.origins["n_positions"]
+        resolved, _ = settings({"n_positions": "4096"}.items(), buckets)
+        assert resolved.options.n_positions == (512, 2048, 4096)
+        resolved, problems = settings(environ={"OPTION_N_POSITIONS": "1024", **buckets})
+        assert resolved.options.n_positions == 1024
+        assert "NEURON_TOKEN_GEN_BUCKETS" in "".join(problems.messages("note"))
+
     def test_a_revision_goes_to_its_own_model_only(self):
         for other in ("HF_MODEL_ID", "OPTION_MODEL_ID"):
             environ = {"MODEL_ID": MODEL, "REVISION": "v1", other: "org/other"}

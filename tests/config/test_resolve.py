@@ -1124,7 +1124,12 @@ class TestOverruled:
             ({"OPTION_MAX_MODEL_LEN": "128"}, {}, ["max_model_len=128 (environment"]),
             ({"OPTION_N_POSITIONS": "064"}, {}, []),
             ({}, {"n_positions": "128"}, []),
-            ({"TENSOR_PARALLEL_DEGREE": "4"}, {}, []),
+            (
+                {"TENSOR_PARALLEL_DEGREE": "4"},
+                {},
+                ["tensor_parallel_degree=4 (environment TENSOR_PARALLEL_DEGREE)"],
+            ),
+            ({"TENSOR_PARALLEL_DEGREE": "2"}, {}, []),
         ],
     )
     def test_what_does_not_count_is_noted_unless_it_was_meant_so(
@@ -1138,7 +1143,10 @@ class TestOverruled:
             notes = told(resolved, "note")
             assert len(notes) == len(expected)
             assert all(words in note for words, note in zip(expected, notes, strict=True))
-            assert all(note.startswith("n_positions=64 (") for note in notes)
+            assert all(
+                note.startswith(("n_positions=64 (", "tensor_parallel_degree=2 ("))
+                for note in notes
+            )
 
 
 class TestOddities:
