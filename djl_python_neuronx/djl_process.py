@@ -127,7 +127,7 @@ async def _handle_async(inputs: Input) -> object:
 async def _load_or_end(inputs: Input) -> Output | None:
     """Load the model; if that fails, answer requests with the reason for a moment, then end the process.
 
-    A load that takes too long goes on for as long again, and serves if it ends well.
+    A load that takes too long goes on for as long again, and serves if it ends well. If it fails, so ends the process.
 
     Source: PyProcess.java 0.34.0 and 0.36: once Java is connected, a load whose answer is an error, that takes longer
     than Java's limit or that ends the process makes the loading thread and the event loop wait for each other for ever.
@@ -150,9 +150,9 @@ async def _load_or_end(inputs: Input) -> Output | None:
         error: ServingError | None = BackendUnavailableError(failed.reason)
     else:
         limit_s = _loading_timeout_s(properties)
-        load = asyncio.to_thread(_load, inputs, in_event_loop=True)
+        load = asyncio.create_task(asyncio.to_thread(_load, inputs, in_event_loop=True))
         try:
-            error = await asyncio.wait_for(load, max(limit_s - 5, limit_s / 2))
+            error = await asyncio.wait_for(asyncio.shield(load), max(limit_s - 5, limit_s / 2))
         except asyncio.TimeoutError:  # the load goes on
             msg = (
                 f"the load is not finished shortly before DJL Serving's limit of {limit_s:g} s; raise "
@@ -171,7 +171,10 @@ async def _load_or_end(inputs: Input) -> Output | None:
             logger.error("process_ends reason='failed load'")
             os._exit(EXIT_STATUS)
 
-    asyncio.get_running_loop().call_later(late_s or grace_s, end)
+    event_loop = asyncio.get_running_loop()
+    event_loop.call_later(late_s or grace_s, end)
+    if late_s:
+        load.add_done_callback(lambda _: event_loop.call_later(grace_s, end))
     return None
 
 

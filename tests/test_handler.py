@@ -18,7 +18,7 @@ import time
 import pytest
 
 from djl_python_neuronx import djl_process, handler
-from djl_python_neuronx.errors import BackendError, RequestError
+from djl_python_neuronx.errors import BackendError, BackendUnavailableError, RequestError
 from djl_python_neuronx.service import Service
 from tests.djl.folders import MODES
 from tests.doubles import djl_engine_double
@@ -180,6 +180,36 @@ def test_the_import_is_light():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_late_load_that_fails_ends_the_process_then(process, monkeypatch):
+    """Not when it has taken as long again, which may be an hour."""
+    failing, statuses = threading.Event(), []
+
+    def load(_inputs, *, in_event_loop):
+        assert failing.wait(PATIENCE_S)
+        return BackendUnavailableError("the device is gone")
+
+    async def late(*_):
+        raise asyncio.TimeoutError
+
+    monkeypatch.setattr(djl_process, "_load", load)
+    monkeypatch.setattr(djl_process, "EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(djl_process.asyncio, "wait_for", late)
+
+    async def run():
+        ended = asyncio.Event()
+        monkeypatch.setattr(
+            djl_process.os, "_exit", lambda status: (statuses.append(status), ended.set())
+        )
+        inputs = called(model_dir="/m", model_loading_timeout="3600")
+        assert await djl_process._load_or_end(inputs) is None
+        assert statuses == []
+        failing.set()
+        await asyncio.wait([asyncio.create_task(ended.wait())], timeout=PATIENCE_S)
+
+    asyncio.run(run())
+    assert statuses == [djl_process.EXIT_STATUS]
 
 
 @pytest.fixture
