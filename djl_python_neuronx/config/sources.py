@@ -9,7 +9,6 @@ import codecs
 import io
 import json
 import os
-import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -563,9 +562,14 @@ def parse_properties(content: bytes, path: str) -> list[Setting]:
 
 
 def inside(folder: str, path: str) -> str:
-    """The URI of a path relative to a folder that a URI names."""
-    scheme, _, place = folder.partition("://")
-    return f"{scheme}://{posixpath.normpath(posixpath.join(place, path))}"
+    """The URI of a path relative to a folder that a URI names, whose own name may have empty parts."""
+    scheme, _, place = folder.rstrip("/").partition("://")
+    for part in path.split("/"):
+        if part == "..":
+            place = place.rpartition("/")[0]
+        elif part not in {"", "."}:
+            place = f"{place}/{part}"
+    return f"{scheme}://{place}"
 
 
 def _entries(content: bytes, path: str) -> Iterator[javaproperties.PropertiesElement]:

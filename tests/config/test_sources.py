@@ -354,3 +354,15 @@ def test_javaproperties_and_java_agree_on_what_djl_stores(tmp_path):
         javaproperties.to_comment("made by DJL") + "\noption.model_id=s3\\://bucket/m\n"
     )
     assert told(sources.from_file(tmp_path)) == [("model_id", "s3://bucket/m", f"{path} line 2")]
+
+
+def test_a_path_inside_a_folder_of_s3():
+    for path, uri in (
+        (".", "s3://b/a//c"),
+        ("./", "s3://b/a//c"),
+        ("d/e", "s3://b/a//c/d/e"),
+        ("./d//e/", "s3://b/a//c/d/e"),
+        ("../d", "s3://b/a//d"),
+        ("../../../d", "s3://b/d"),
+    ):
+        assert sources.inside("s3://b/a//c/", path) == uri
