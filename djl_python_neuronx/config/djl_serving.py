@@ -102,8 +102,9 @@ def findings(
 ) -> Iterator[Finding]:
     """Errors and warnings about what DJL Serving reads, or would read, in place of what the user has `written`.
 
-    Outside DJL Serving most of them are left out if the settings were not written for it. `planned`: the options with
-    what is `handed_over`. `keywords`: settings that stand in `override_neuron_config`, and count.
+    Outside DJL Serving most of them are left out if the settings were not written for it, and the caller drops the
+    other warnings. `planned`: the options with what is `handed_over`. `keywords`: settings that stand in
+    `override_neuron_config`, and count.
     """
     java = _read_by_java(inputs)
     yield from _misread(java, is_for_djl(written) or inputs.properties is not None)

@@ -92,7 +92,7 @@ class Resolved:
     for_djl: Mapping[str, str] = field(default_factory=dict)
     """Keys of `serving.properties`, as written there, that DJL Serving alone reads, but `option.env`."""
     written_for_djl: bool = False
-    """The settings were probably written for DJL Serving."""
+    """DJL Serving has passed the settings, or will: they were probably written for it."""
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Name, value and origin of every option, in the order of the documentation."""
@@ -136,12 +136,14 @@ def read_settings(
     file: str | None = None,
     content: bytes | None = None,
     overrides_from: str = sources.COMMAND_LINE,
+    embedded: bool = False,
 ) -> Resolved:
     """Read options from all sources, in the order of `sources.read_all`. Errors, warnings and notes go to `problems`.
 
     An option whose value is not valid is left at its default. `properties` are what DJL Serving passes, None outside
     it; `file` replaces the `serving.properties` in `model_dir`, and is read unless its `content` is given; `overrides`
-    are options of the command line, or of `overrides_from`.
+    are options of the command line, or of `overrides_from`. `embedded`: the embedded server serves the model, so that
+    warnings about DJL Serving are left out, as they are of settings that were not written for it.
     """
     if model_dir is None and properties and properties.get("model_dir"):
         model_dir = Path(str(properties["model_dir"]))
@@ -166,7 +168,13 @@ def read_settings(
     in_override = [one for one in reader.chosen.values() if one.source == keywords.OVERRIDE]
     handed_over = djl_serving.handed_over(inputs, written, options)
     planned = options.model_copy(update=handed_over)
-    about_djl = [*djl_serving.findings(inputs, written, options, planned, in_override)]
+    is_signed = djl_serving.is_for_djl(written) and not embedded
+    written_for_djl = properties is not None or is_signed
+    about_djl = [
+        finding
+        for finding in djl_serving.findings(inputs, written, options, planned, in_override)
+        if written_for_djl or finding.level == "error"
+    ]
     options = planned
     place = {name: f", in place of {_written(reader.chosen[name])}" for name in origins}
     origins.update({name: f"{sources.DJL}{place.get(name, '')}" for name in handed_over})
@@ -176,7 +184,6 @@ def read_settings(
         warned.add("entryPoint")
     ignored = {name: why for name, why in reader.ignored.items() if name not in warned}
     for_djl = sources.for_djl(written)
-    written_for_djl = djl_serving.is_for_djl(written)
     resolved = Resolved(
         options, origins, ignored, reader.refused, workers, for_djl, written_for_djl
     )

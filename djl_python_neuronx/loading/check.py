@@ -214,7 +214,8 @@ def check(
     problems = Problems()
     name = redacted(target or str(sources.MODEL_DIR))
     try:
-        settings, in_file = read_target(target, environ, overrides, problems)
+        embedded = purpose is Purpose.SERVE
+        settings, in_file = read_target(target, environ, overrides, problems, embedded=embedded)
     except ServingError as error:
         problems = Problems()  # without settings nothing else is worth reporting
         problems.add_error(error)
@@ -223,7 +224,8 @@ def check(
     serving = trust.serving_environ(environ, variables, problems, inherited=False)
     here = machine or machines.detect(environ=serving)
     on_cpu = not here.has_neuron
-    _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=on_cpu))
+    if not embedded:
+        _add(problems, djl_serving.missing_arguments(in_file, environ, on_cpu=on_cpu))
     is_named = machine is not None
     situation = Situation(purpose, here, serving, problems, is_named, among_others)
     prepared = prepare(settings, situation)

@@ -72,7 +72,14 @@ def prepare_or_raise(
     problems = Problems()
     environ = sources.environment() if environ is None else environ
     settings = examine(
-        properties, model_dir, environ, problems, overrides, file=file, content=content
+        properties,
+        model_dir,
+        environ,
+        problems,
+        overrides,
+        file=file,
+        content=content,
+        embedded=purpose is Purpose.SERVE,
     )
     log_settings(settings)
     variables, inherited = settings.worker_variables, properties is not None

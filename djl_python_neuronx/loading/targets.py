@@ -73,10 +73,12 @@ def read_target(
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     problems: Problems,
+    *,
+    embedded: bool = False,
 ) -> tuple[Resolved, Sequence[sources.Setting]]:
     """Read the options of a target; None: of the default folder, or of the model that variables or `overrides` name.
 
-    Also returns the settings of the file alone.
+    Also returns the settings of the file alone. `embedded`: see `read_settings`.
     """
     found = Target(sources.MODEL_DIR) if target is None else find_target(target, environ)
     folder = found.folder
@@ -90,7 +92,16 @@ def read_target(
         folder = None
     file, content = found.file, found.content
     overrides = {**found.overrides, **overrides}
-    settings = examine(None, folder, environ, problems, overrides, file=file, content=content)
+    settings = examine(
+        None,
+        folder,
+        environ,
+        problems,
+        overrides,
+        file=file,
+        content=content,
+        embedded=embedded,
+    )
     in_file = read_file(folder, file, content, problems)
     if folder is None and settings.options.model_id is None:
         raise no_model_named()

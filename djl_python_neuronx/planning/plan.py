@@ -69,6 +69,7 @@ def examine(
     file: str | None = None,
     content: bytes | None = None,
     overrides_from: str = sources.COMMAND_LINE,
+    embedded: bool = False,
 ) -> Resolved:
     """Read the options from every source (`config.resolve.read_settings`) and judge their combinations."""
     resolved = read_settings(
@@ -80,6 +81,7 @@ def examine(
         file=file,
         content=content,
         overrides_from=overrides_from,
+        embedded=embedded,
     )
     resolved.report(conflicts(resolved.options), problems)
     return resolved
@@ -105,7 +107,9 @@ def assess(
     }
     resolved = replace(resolved, options=case.options, origins=MappingProxyType(origins))
     minutes = compile_minutes(graphs(case), case.model, case.draft)
-    found = [*model_rules.findings(case, estimated_load_s=60 * minutes or None)]
+    # Only DJL Serving limits the time of a load.
+    estimated_load_s = 60 * minutes if resolved.written_for_djl and minutes else None
+    found = [*model_rules.findings(case, estimated_load_s=estimated_load_s)]
     if _wrong(found):
         for other in others:
             found = _with_advice(found, other, judge(replace(unfilled, neuron=other), given))

@@ -1165,9 +1165,38 @@ def test_memory_of_a_device_is_not_memory_of_a_cpu():
 
 def test_one_timeout_is_judged_for_both_models(both):
     target, named = both
-    report = run(target, machine="inf2.48xlarge", **named, model_loading_timeout="60")
+    (Path(target) / "serving.properties").write_text("option.model_loading_timeout=60")
+    report = run(target, machine="inf2.48xlarge", **named)
     (warning,) = (w for w in report.findings.messages("warning") if "model_loading_timeout" in w)
     assert not warning.startswith("the draft model")
+
+
+def test_only_what_is_for_djl_serving_is_warned_of_it(tmp_path, laptop, caplog):
+    """A bare folder has no limit of a load, and a start of the embedded server none of Java's."""
+
+    def about_djl(report):
+        words = ("DJL", "retry_threshold")
+        warnings = report.findings.messages("warning")
+        return [text for text in warnings if any(word in text for word in words)]
+
+    path = tmp_path / "model"
+    shutil.copytree(TINY, path)
+    file = path / "serving.properties"
+    long = {"n_positions": "2048", "model_loading_timeout": "1", "model_loader": "tnx"}
+    file.write_text("option.batch_size=2")
+    for target in (TINY, path):
+        assert about_djl(run(target, machine=INF2, **long)) == []
+    file.write_text("engine=Python\noption.rolling_batch=auto")
+    found = "".join(about_djl(run(path, machine=INF2, **long)))
+    for words in ("entryPoint", "rolling_batch", "retry_threshold", "stops the load"):
+        assert words in found
+    overrides = {"model_loader": "cpu"}
+    report = check(str(path), environ={}, overrides=overrides, purpose=Purpose.SERVE)
+    assert report.findings.messages("error") == ()
+    assert about_djl(report) == []
+    caplog.clear()
+    prepare_module.prepare_or_raise(None, path, environ={}, overrides=overrides)
+    assert not [each for each in caplog.records if each.levelno > 20 and "DJL" in each.message]
 
 
 def test_the_rules_of_a_named_library_hold_for_a_model_that_cannot_be_read(laptop):

@@ -320,7 +320,7 @@ COMMANDS = {
         --quantization neuron_quant --override-neuron-config '{"cast_logits_dtype": "bfloat16"}'
         --tensor-parallel-size 2
         """,
-        served(2, 8, 2048, loader="tnx"),
+        served(2, 8, [128, 512, 1024, 2048], loader="tnx"),
     ),
     "vllm-project/vllm-neuron: a length that the model does not have": (
         "trn1.32xlarge",
