@@ -231,8 +231,8 @@ def _naming_a_model(
         )
     elif inputs.properties is not None:
         reason = "DJL Serving names the model; for HF_MODEL_ID it creates a separate model folder"
-    elif inputs.model_dir and try_path((inputs.model_dir / "config.json").exists, failed=False):
-        reason = f"{inputs.model_dir} holds a model"
+    elif held := _held(inputs):
+        reason = held
     elif named is not None:
         reason = f"the model is named by {named}"
     else:
@@ -241,6 +241,14 @@ def _naming_a_model(
         Setting(name, value, f"environment {name}", source, by_user=True, unused=reason)
         for name, value in given.items()
     ]
+
+
+def _held(inputs: Inputs) -> str:
+    """The reason that the model folder's own model is served; empty if it holds none."""
+    folder = inputs.model_dir
+    if folder and try_path((folder / "config.json").exists, failed=False):
+        return f"{folder} holds a model"
+    return ""
 
 
 def _is_place(model: str | None) -> bool:
@@ -286,6 +294,8 @@ def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Sett
     for prefix in _FLAG_PREFIXES:
         for flag in _from_prefix(inputs.environ, prefix, by_user=True):
             unused = ADVICE[flag.name] if flag.name in _UNUSED_FLAGS else ""
+            if NAMES.get(SAME.get(flag.name, flag.name)) == "model_id":
+                unused = _held(inputs)
             value = flag.value or "true"
             found.append(replace(flag, value=value, source=OTHER_SERVERS, unused=unused))
     for i, setting in enumerate(found):

@@ -463,6 +463,13 @@ class TestPrecedence:
         resolved, _ = settings(environ={"REVISION": "v1"})
         assert resolved.options.revision is None
 
+    def test_a_folder_with_a_model_is_served_whatever_a_variable_names(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        for variable in ("MODEL_ID", "SM_VLLM_MODEL", "SM_ON_MODEL", "HF_MODEL_ID"):
+            resolved = read_settings(None, tmp_path, {variable: MODEL}, Problems())
+            assert resolved.options.model_id is None
+            assert [*resolved.ignored.values()] == [f"{tmp_path} holds a model"], variable
+
     def test_a_folders_file_sets_none_of_what_only_operators_may(self, tmp_path):
         """`option.env` reaches the environment of DJL Serving's process."""
         for variable in ("MODEL_ID", "REVISION", "SM_VLLM_MODEL", "SM_ON_TRUST_REMOTE_CODE"):
