@@ -41,7 +41,9 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process."""
     arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:
+    if unknown and arguments.command == "options":
+        arguments.names += unknown  # a flag of serve is a name of an option
+    elif unknown:
         own = re.findall(r"--[\w-]+", arguments.usage())
         arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown, own)}")
     setup_logging(arguments.log_level.upper(), arguments.log_format)
@@ -236,7 +238,9 @@ def _add_options_command(commands: Commands) -> None:
         help="print the documentation of options",
         description="Print what docs/options.md has of options: meaning, values, default, other names.",
     )
-    command.add_argument("names", nargs="*", metavar="name", help="default: list all names")
+    command.add_argument(
+        "names", nargs="*", metavar="name", help="or a flag or variable; default: list all names"
+    )
     _complete(command, _options, log_level="info")
 
 
@@ -427,8 +431,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.config.hints import unknown
-    from djl_python_neuronx.config.options import NAMES, SECTIONS
+    from djl_python_neuronx.config.options import SECTIONS
 
     if not arguments.names:
         for title, names in SECTIONS.items():
@@ -438,14 +441,41 @@ def _options(arguments: argparse.Namespace) -> int:
     package = Path(__file__).parent
     pages = (folder / "docs" / "options.md" for folder in (package, package.parent))
     text = next(page for page in pages if page.is_file()).read_text(encoding="utf-8")
+    wrong = []
     for given in arguments.names:
-        name = given.removeprefix("option.").lower()
-        if name not in NAMES:
-            msg = f"there is no option {given!r}{unknown(name, None, NAMES)}; `djl-neuronx options` lists all"
-            raise ConfigError(msg)
-        _, _, section = text.partition(f"\n### {NAMES[name]}\n")
-        sys.stdout.write(f"### {NAMES[name]}\n{section.partition(chr(10) + '#')[0].rstrip()}\n")
+        shown, problem = _documented(given, text)
+        sys.stdout.write(shown)
+        wrong += [problem] if problem else []
+    if wrong:
+        msg = f"{'; '.join(wrong)}; `djl-neuronx options` lists all"
+        raise ConfigError(msg)
     return 0
+
+
+def _documented(given: str, page: str) -> tuple[str, str]:
+    """The text of the page about an option, by any name, variable or flag of it, and the problem of an unknown name."""
+    from djl_python_neuronx.config.hints import unknown
+    from djl_python_neuronx.config.options import NAMES
+    from djl_python_neuronx.config.other_servers import NEUTRAL, SAME
+    from djl_python_neuronx.config.sources import OPTION_VARIABLES, PREFIXES
+
+    name = given.removeprefix("option.").lstrip("-").replace("-", "_")
+    name = OPTION_VARIABLES.get(name.upper(), name)
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    name = name.removeprefix(prefix).lower()
+    name = NAMES.get(name, SAME.get(name, name))
+    _, found, section = page.partition(f"\n### {name}\n")
+    if found:
+        return f"### {name}\n{section.partition(chr(10) + '#')[0].rstrip()}\n", ""
+    for title in ("Ignored options", "Unsupported options"):
+        table = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        for row in table.splitlines():
+            if row.startswith(f"| `{name}` |"):
+                return f"### {name}\n{title}: {row.split('|')[2].strip()}\n", ""
+    if name in NEUTRAL:
+        values = " or ".join(NEUTRAL[name]) or "the model's own"
+        return f"### {name}\nA flag of vLLM without an option here; accepted: {values}\n", ""
+    return "", f"there is no option {given!r}{unknown(name, None, NAMES)}"
 
 
 def _completion(arguments: argparse.Namespace) -> int:

@@ -349,8 +349,23 @@ def test_docs_of_an_option_are_printed_by_any_of_its_names(capsys):
     assert main(["options"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in ServingOptions.model_fields)
-    assert main(["options", "tensor_paralel_degree"]) == 1
-    assert "did you mean 'tensor_parallel_degree'" in capsys.readouterr().err
+    for given, name in {
+        "OPTION_DTYPE": "dtype",
+        "HF_NUM_CORES": "tensor_parallel_degree",
+        "NEURON_COMPILED_ARTIFACTS": "compiled_graph_path",
+        "SM_VLLM_MAX_MODEL_LEN": "n_positions",
+        "--max-num-seqs": "max_rolling_batch_size",
+        "--num-shard": "tensor_parallel_degree",
+        "block_size": "block_size\nIgnored options: for vLLM's own scheduler",
+        "enable_lora": "enable_lora\nUnsupported options: false",
+        "--load-format": "load_format\nA flag of vLLM without an option here; accepted: auto",
+    }.items():
+        assert main(["options", given]) == 0
+        assert capsys.readouterr().out.startswith(f"### {name}")
+    assert main(["options", "tensor_paralel_degree", "dtype"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("### dtype\n")
+    assert "did you mean 'tensor_parallel_degree'" in shown.err
 
 
 def test_a_shell_reads_its_completion_script(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from djl_python_neuronx.config import sources
@@ -24,6 +25,9 @@ from djl_python_neuronx.errors import ConfigError
 OVERRIDE: Final = "override_neuron_config"
 """The option, and the source of the settings that its keywords stand for."""
 
+_INNER = (OVERRIDE, OVERRIDE.replace("_", "-"))
+"""Names of the keywords in vLLM's `additional_config`. Source: vllm-neuron a5ef7c8; with hyphens: AWS's guide."""
+_BESIDE = "no effect; of additional_config override_neuron_config alone is read, and a keyword belongs into it"
 _KEYWORD = re.compile(r"[a-z]\w*(\.[a-z]\w*)?")
 _SLOTS = (
     *("ctx_batch_size", "tkg_batch_size", "max_batch_size", "spec_batch_size"),
@@ -130,6 +134,7 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
     keywords = _read(override, folder) if override else None
     if override is None or keywords is None:
         return list(settings)
+    keywords, remarks = _inside(keywords, override)
     chosen = {NAMES.get(entry.name): entry.value for entry in reversed(settings)}
     given = _combined(keywords, chosen.get("n_positions"))
     drafts = bool(chosen.get("speculative_draft_model"))
@@ -147,7 +152,9 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
         if name in OBJECTS and not isinstance(value, Mapping)
     ]
     rest = replace(
-        override, value=left or (None if keywords else {}), remarks=(*override.remarks, *refused)
+        override,
+        value=left or (None if keywords else {}),
+        remarks=(*override.remarks, *remarks, *refused),
     )
     before = {"argument", sources.COMMAND_LINE} - {override.source}
     return [
@@ -179,10 +186,27 @@ def _read(override: Setting, folder: Path) -> dict[str, Any] | None:
         read = sources.content(override.value, folder, by_operator=override.by_operator)
         keywords = parse_value(OVERRIDE, read)
         if isinstance(keywords, dict):
-            # vLLM's `additional_config` holds the keywords under this name.
-            inner = keywords.pop(OVERRIDE, None) or {}
-            return {**keywords, **inner} if isinstance(inner, dict) else None
+            return keywords
     return None
+
+
+def _inside(
+    keywords: dict[str, Any], override: Setting
+) -> tuple[dict[str, Any], list[tuple[Level, str]]]:
+    """The keywords, those of an inner object too, and remarks about names beside it that vLLM does not read."""
+    inner: dict[str, Any] = {}
+    remarks: list[tuple[Level, str]] = []
+    left: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if name in _INNER and isinstance(value, (Mapping, NoneType)):
+            inner |= value or {}
+        elif name in _INNER:
+            remarks.append(("error", f"{name}: expected an object of keywords, or null"))
+        elif override.name == OVERRIDE:
+            left[name] = value
+        else:
+            remarks.append(("warning", f"{name}: {_BESIDE}"))
+    return {**left, **inner}, remarks
 
 
 def _divided(given: Mapping[str, Any], override: Setting) -> tuple[list[Setting], dict[str, Any]]:

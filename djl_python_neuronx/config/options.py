@@ -614,11 +614,17 @@ class CompilerOptions(OptionGroup):
     """Graph defaults of the old engine for a model on several machines: turns `fuse_mlp` and `mlp_out_weight_transpose`
     on unless they are set. Such a model can be planned, not served: docs/neuron.md."""
     override_neuron_config: Annotated[
-        Object | None, Option(to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"}, file=True)
+        Object | None,
+        Option(
+            aliases=("additional_config",),
+            to={"tnx": "NeuronConfig()", "nxdi": "NeuronConfig()"},
+            file=True,
+        ),
     ] = None
     """Keywords of either library's `NeuronConfig`. One that has an option sets it, and overrides every source but the
     command line: `{"seq_len": 2048}` is `n_positions=2048`. The others go to the library; one that it does not have is
-    an error there."""
+    an error there. vLLM's `additional_config` holds the object as `override_neuron_config`; nothing else in it counts.
+    """
 
 
 class ServingOptions(

@@ -26,7 +26,6 @@ SAME: Final = _by_word(
         "max_waiting": "max_concurrent_requests",
         "model_id": "m model",
         "n_positions": "max_total_tokens sequence_length MAX_TOTAL_TOKENS HF_SEQUENCE_LENGTH NEURON_TOKEN_GEN_BUCKETS",
-        "override_neuron_config": "additional_config",
         "pipeline_parallel_degree": "pipeline_parallel_size pp",
         "quantize": "quantization",
         "replicas": "data_parallel_size dp",

@@ -568,7 +568,11 @@ COMPILER = {
         config(fuse_mlp=True, mlp_out_weight_transpose=True), LEFT_OUT, env=("NEURON_MULTI_NODE",)
     ),
     "override_neuron_config": Row(
-        OBJECT, OBJECT_BAD, config(block_size=512), config(block_size=512)
+        OBJECT,
+        OBJECT_BAD,
+        config(block_size=512),
+        config(block_size=512),
+        also=("additional_config",),
     ),
 }
 

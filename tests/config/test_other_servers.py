@@ -484,15 +484,25 @@ class TestPrecedence:
 
 
 def test_keywords_of_vllms_additional_config():
-    given = {"override_neuron_config": {"seq_len": 512}, "else": 1}
-    resolved, _ = settings({"additional_config": json.dumps(given)}.items())
-    for text, positions, left in (
-        (json.dumps({"override_neuron_config": {}}), None, {}),
-        (json.dumps(given), 512, {"else": 1}),
-        ("{}", None, {}),
+    inner = {"seq_len": 512, "a_later_keyword": 1}
+    for given, positions, left, warned in (
+        ({"override_neuron_config": {}}, None, {}, None),
+        ({"override_neuron_config": inner}, 512, {"a_later_keyword": 1}, None),
+        ({"override-neuron-config": inner}, 512, {"a_later_keyword": 1}, None),
+        ({"override_neuron_config": {"seq_len": 512}, "foo": 1}, 512, {}, "foo: no effect"),
+        ({"seq_len": 512}, None, {}, "seq_len: no effect"),
+        ({}, None, {}, None),
     ):
-        arguments = parsed(["m", "--additional-config", text])
+        arguments = parsed(["m", "--additional-config", json.dumps(given)])
         resolved, problems = settings(arguments.option)
         assert problems.messages("error") == ()
         assert resolved.options.n_positions == positions
         assert (resolved.options.override_neuron_config or {}) == left
+        warnings = "".join(problems.messages("warning"))
+        assert warned in warnings if warned else warnings == ""
+    resolved, problems = settings({"override_neuron_config": json.dumps({"foo": 1})}.items())
+    assert resolved.options.override_neuron_config == {"foo": 1}
+    (error,) = settings({"additional_config": json.dumps({"override_neuron_config": [1]})}.items())[
+        1
+    ].messages("error")
+    assert "expected an object" in error
