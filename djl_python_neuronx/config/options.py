@@ -382,7 +382,8 @@ class GraphOptions(OptionGroup):
     on_device_default_top_k: Annotated[Literal["global_top_k"] | None, Lower, Option()] = None
     """top_k of requests that sample without one, if the device samples with each request's own parameters
     (`on_device_generation` with `dynamic`). The device cannot sample from the whole vocabulary: without this option
-    such a request is an error; with `global_top_k` it samples from that many of the most likely tokens."""
+    such a request is an error; with `global_top_k` it samples from that many of the most likely tokens. OpenAI's routes
+    do so by default for a request that leaves `top_k` out."""
     padding_side: Annotated[
         Literal["left", "right"] | None, Lower, Option(to={"tnx": SAME, "nxdi": SAME})
     ] = None
