@@ -89,7 +89,8 @@ class Reply:
 
     def __init__(self, parsed: ParsedRequest, silence_s: float = math.inf) -> None:
         self.label = parsed.request.label
-        self._request_id = parsed.request.request_id
+        self._last = Delta(parsed.request.request_id, "", ())
+        """The last delta, whose counts an error repeats."""
         self._protocol = parsed.request.protocol
         self.open_ids = {request.request_id for request in parsed.requests}
         """Sequences of the answer that have not ended."""
@@ -116,6 +117,7 @@ class Reply:
 
         An error before the first bytes becomes the status; after them it is written in the format.
         """
+        self._last = delta
         if delta.finished:
             self.open_ids.discard(delta.request_id)
         self.finished = delta.error is not None or not self.open_ids
@@ -140,7 +142,9 @@ class Reply:
         if self._started and self._formatter.content_type == _JSON:
             self._pending.append(answer_error(error, protocol=self._protocol)[1])
         elif self._started and writable:
-            failed = Delta(self._request_id, "", (), FinishReason.ERROR, error)
+            failed = self._last._replace(
+                text="", tokens=(), finish_reason=FinishReason.ERROR, error=error
+            )
             self._pending.append(self._formatter.feed(failed))
         else:
             self.error = error
