@@ -15,6 +15,7 @@ from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import BackendUnavailableError
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
+from djl_python_neuronx.planning.placement import CUT_SHORT
 from djl_python_neuronx.planning.rules import OPEN
 
 SETUP_GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/"
@@ -83,7 +84,8 @@ def choose_backend(
     The first of these: option.model_loader; the backend the artifact was compiled for; cpu on a machine without Neuron
     devices; the first library of `NEURON_BACKENDS` that supports the model type, is installed and whose plan has no
     error. A file may have been written for one library: of those that are equal in this, the first that lacks none of
-    the options is taken. So if each refuses something, the errors are those of the library that the file is for.
+    the options is taken. So if each refuses something, the errors are those of the library that the file is for. Of
+    those that are equal in this too, it is the first whose default length memory does not make the least.
 
     Never cpu by default on a Neuron machine. A dry run does without an installed library, and plans a tensor parallel
     degree above 1 for Neuron even without a device.
@@ -168,9 +170,14 @@ def _obstacle(backend: str, installed: Mapping[str, Library] | None) -> str:
     return f"{needed} is not installed" if installed[needed].state == "missing" else ""
 
 
-def _refusal(backend: str, model_type: str | None, findings: Sequence[Finding]) -> tuple[str, str]:
-    """Name the first error of a plan, and the options of its findings that a backend lacks; empty if there are none."""
-    neuron, refused = NEURON_BACKENDS[backend], ""
+def _refusal(
+    backend: str, model_type: str | None, findings: Sequence[Finding]
+) -> tuple[str, str, str]:
+    """Name the first error of a plan, the options of its findings that a backend lacks, and a length that memory cuts.
+
+    Each is empty if there is none.
+    """
+    neuron, refused, short = NEURON_BACKENDS[backend], "", ""
     lacking: dict[str, None] = {}
     for finding in findings:
         if finding.level == "error" and not refused:
@@ -178,10 +185,12 @@ def _refusal(backend: str, model_type: str | None, findings: Sequence[Finding]) 
             refused = (
                 f"{backend} refuses {about or 'the model'} ({finding.problem.partition(';')[0]})"
             )
+        if finding.names == CUT_SHORT and finding.level == "warning":
+            short = f"{backend} has memory for the shortest n_positions only"
         if finding.level != "note":
             lacks = (name for name in finding.names if neuron.lacks(name, model_type))
             lacking.update(dict.fromkeys(lacks))
-    return refused, f"{backend} lacks {join_words(lacking)}" if lacking else ""
+    return refused, f"{backend} lacks {join_words(lacking)}" if lacking else "", short
 
 
 def _library(name: str, module: str) -> Library:

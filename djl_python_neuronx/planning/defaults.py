@@ -100,6 +100,12 @@ class _Room:
             return self._fits_on_host(positions, slots)
         return self.on_core(degree, positions, slots).roomy
 
+    def unfit(self, degree: int, positions: int, slots: int) -> str:
+        """Return what is wrong with sizes that do not fit with memory to spare, as a predicate."""
+        if not self.case.on_cpu and self.on_core(degree, positions, slots).fits:
+            return f"leaves less than 1/{memory.SPARE} of the memory free"
+        return "does not fit in memory"
+
     def cost(self, degree: int, positions: int) -> tuple[bool, int, int]:
         """Return the order of preference: whether it cannot hold the model, what a step reads on each core, degree."""
         slots, least = self.case.options.max_rolling_batch_size, min(positions, SMALLEST_BUCKET)
@@ -202,7 +208,8 @@ def _positions(room: _Room, degree: int, wanted: int, why: str) -> tuple[int, st
     while positions > least and not room.fits(degree, positions, slots):
         positions = max(positions // 2, least)
     if not room.fits(degree, positions, slots):
-        return positions, f"the least, and even this does not fit in memory (wanted: {wanted})"
+        unfit = room.unfit(degree, positions, slots)
+        return positions, f"the least, and even this {unfit} (wanted: {wanted})"
     if positions < wanted:
         plural = "slot" if slots == 1 else "slots"
         why = f"halved from {wanted} until {slots} {plural} fitted in memory"
@@ -217,7 +224,8 @@ def _slots(room: _Room, degree: int, positions: int) -> tuple[int, str]:
     while slots > 1 and not room.fits(degree, positions, slots):
         slots //= 2
     if not room.fits(degree, positions, slots):
-        return slots, f"the least, and even one slot of {positions} tokens does not fit in memory"
+        unfit = room.unfit(degree, positions, slots)
+        return slots, f"the least, and even one slot of {positions} tokens {unfit}"
     if slots < MAX_ROLLING_BATCH_SIZE:
         return slots, f"the largest power of two whose KV caches fit ({positions} tokens per slot)"
     if not (room.known or options.simulated):

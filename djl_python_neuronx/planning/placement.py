@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from djl_python_neuronx.config.findings import Finding
-from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.config.values import SMALLEST_BUCKET, join_words
 from djl_python_neuronx.planning.arguments import blocks_of
 from djl_python_neuronx.planning.case import Case, NeuronBackend
 from djl_python_neuronx.planning.machines import GIB, DeviceInfo, families, legal_degrees
@@ -16,6 +16,8 @@ from djl_python_neuronx.planning.memory import CoreMemory, core_memory, savings,
 
 _DEGREE = "tensor_parallel_degree"
 _DRAFT_DEGREE = "draft_model_tp_size"
+CUT_SHORT = ("n_positions", _DEGREE)
+"""The options of the finding about a default length that memory makes the least."""
 
 
 def findings(case: Case) -> Iterator[Finding]:
@@ -198,3 +200,19 @@ def _memory(case: Case) -> Iterator[Finding]:
         problem = f"does not fit: needs {memory.needed / GIB:.1f} GiB per core, has {memory.capacity / GIB:.1f} GiB; "
         drafts = () if case.draft_degree is None else (_DRAFT_DEGREE,)
         yield Finding((*names, *drafts), problem + advice)
+    elif memory.possible and _is_least(case, memory):
+        problem = (
+            f"{memory.needed / GIB:.2f} of {memory.capacity / GIB:.2f} GiB per core are needed, and memory leaves room "
+            f"for no longer sequences; raise the degree, or set n_positions={case.options.max_model_len} to accept it"
+        )
+        yield Finding(CUT_SHORT, problem, "warning")
+
+
+def _is_least(case: Case, memory: CoreMemory) -> bool:
+    """Return True for a default length that is the least because of the memory, or that fits only without a spare."""
+    if "n_positions" not in case.filled:
+        return False
+    models = (case.model, case.draft)
+    limits = [model.max_positions for model in models if model and model.max_positions]
+    length, limit = case.options.max_model_len or 0, min(limits, default=sys.maxsize)
+    return not memory.roomy or length <= SMALLEST_BUCKET < limit

@@ -39,6 +39,28 @@ def test_auto_refuses_nothing_that_a_library_serves(tmp_path):
     assert switched > 100
 
 
+def test_auto_takes_the_library_that_leaves_memory_for_a_length(tmp_path):
+    """One core holds Llama 3.1 8B with the shortest sequences alone by NxD Inference, which keeps more of it there."""
+    config = json.loads((MODELS[1].parent / "llama-3.1-8b.json").read_text())
+    target, one = folder(tmp_path, config=config), {"tensor_parallel_degree": "1"}
+
+    def planned(**options):
+        report = run(target, machine="inf2.xlarge", **one, **options)
+        assert report.findings.messages("error") == ()
+        warnings = report.findings.messages("warning")
+        short = [text for text in warnings if "room for no longer sequences" in text]
+        length = report.prepared.options.n_positions
+        return report.prepared.backend, length, len(short), report.findings.messages("note")
+
+    by_tnx = planned(model_loader="tnx")
+    backend, length, short, notes = planned()
+    assert (backend, length, short) == by_tnx[:3] == ("tnx", 1024, 0)
+    assert any("nxdi has memory for the shortest n_positions only" in note for note in notes)
+    assert planned(n_positions="4096", max_rolling_batch_size="1")[:3] == ("tnx", 4096, 0)
+    assert planned(model_loader="nxdi")[:3] == ("nxdi", 128, 1)
+    assert planned(model_loader="nxdi", n_positions="128")[:3] == ("nxdi", 128, 0)
+
+
 def test_max_is_the_largest_degree_that_the_library_takes_for_the_model(tmp_path):
     """Llama 2's vocabulary of 32,000 tokens is divided by 8 and not by 24."""
     config = json.loads((MODELS[1].parent / "llama-2-7b.json").read_text())

@@ -648,6 +648,14 @@ class TestWhatTheReasonsSay:
             assert "fitted" not in found[name][1]
             assert "largest power" not in found[name][1]
 
+    def test_what_fits_without_a_spare(self):
+        """On one core of 16 GiB NxD Inference needs 15.97 for Llama 3.1 8B with one slot of 128 tokens."""
+        degree = {"tensor_parallel_degree": 1}
+        found = self.reasons(facts_of("llama-3.1-8b"), "inf2.xlarge", "nxdi", **degree)
+        for name, value in (("n_positions", 128), ("max_rolling_batch_size", 1)):
+            assert found[name][0] == value
+            assert "leaves less than 1/20 of the memory free" in found[name][1]
+
     def test_cores_that_are_left_over(self):
         small = facts_of("llama-2-7b")
         degree, why = self.reasons(small, "inf2.24xlarge", tensor_parallel_degree="max")[
