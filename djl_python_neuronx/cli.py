@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif unknown:
         own = re.findall(r"--[\w-]+", arguments.usage())
         arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown, own)}")
+    for target in _targets(arguments):
+        if target in {"true", "false"}:
+            arguments.refuse(
+                f"{target!r} stands where a model is expected: flags such as --trust-remote-code take no value; write "
+                f"--no-trust-remote-code, or -o trust_remote_code={target}"
+            )
     setup_logging(arguments.log_level.upper(), arguments.log_format)
     try:
         run: Run = arguments.run
@@ -58,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130  # as a shell reports SIGINT
+
+
+def _targets(arguments: argparse.Namespace) -> Sequence[str]:
+    """The models that a command line names."""
+    given = vars(arguments)
+    return [*given.get("models", ()), *given.get("target", ()), given.get("model", "")]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -422,7 +434,9 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     try:
         from djl_python_neuronx.artifacts.convert import convert
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
         msg = "converting a checkpoint needs torch, which is not installed. Run: pip install 'djl-python-neuronx[cpu]'"
         raise ConfigError(msg) from error
 

@@ -241,6 +241,7 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
             _process.door = RollingBatchDoor(service, timeout_s, read_timeout_s)
         else:
             _process.door = PlainDoor(service, timeout_s)
+    _process.closed.clear()
     threading.Thread(target=_report_metrics, args=(service,), daemon=True).start()
     freeze_heap()
     logger.info("ready door=%s", type(_process.door).__name__)
@@ -248,7 +249,6 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
 
 def _report_metrics(service: Service) -> None:
     """Write the metrics to the log, from which Java takes them, until the process is closed."""
-    _process.closed.clear()
     while not _process.closed.wait(METRICS_S):
         for line in service.metrics.for_java(service.options.model_names[0]):
             logger.info(line)

@@ -33,6 +33,9 @@ WRONG = [
     (["compile", TINY], "--output"),
     (["compile", TINY, "--output", "x", "--weights", "some"], "invalid choice"),
     (["convert", TINY, "x", "--to", "gguf"], "invalid choice"),
+    (["serve", "--trust-remote-code", "false", TINY], "--no-trust-remote-code"),
+    (["check", "--trust-remote-code", "true"], "take no value"),
+    (["compile", "--output", "x", "--trust-remote-code", "false"], "trust_remote_code=false"),
 ]
 
 

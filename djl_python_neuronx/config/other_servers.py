@@ -7,6 +7,7 @@ Words in lower case are names of flags, words in capitals those of variables. So
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -191,7 +192,11 @@ NEUTRAL: Final = {
 The tokenizer may also be the model's own. Flags that are true or false are switches."""
 
 
+_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT_\d+_(TCP|UDP)")
+"""Variables that Kubernetes sets in every pod for each service, such as one named vllm."""
+
+
 def unread(variable: str) -> str:
     """Advice on a variable of another server that sets nothing here; empty for any other."""
     known = ADVICE.get(variable, NOTHING if variable.startswith("VLLM_") else "")
-    return known if variable.isupper() else ""
+    return known if variable.isupper() and not _KUBERNETES.search(variable) else ""

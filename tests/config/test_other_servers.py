@@ -8,7 +8,7 @@ from djl_python_neuronx import cli
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import NAMES
-from djl_python_neuronx.config.other_servers import ADVICE, SAME
+from djl_python_neuronx.config.other_servers import ADVICE, SAME, unread
 from djl_python_neuronx.config.resolve import read_settings
 from tests.config import server_names as names
 
@@ -506,3 +506,10 @@ def test_keywords_of_vllms_additional_config():
         1
     ].messages("error")
     assert "expected an object" in error
+
+
+def test_variables_of_kubernetes_are_no_ones_settings():
+    """Every pod beside a service named vllm has them (kubernetes.io, "Environment variables")."""
+    for name in ("VLLM_SERVICE_HOST", "VLLM_SERVICE_PORT_HTTP", "VLLM_PORT_8000_TCP_ADDR"):
+        assert unread(name) == ""
+    assert unread("VLLM_USE_V1") != ""
