@@ -153,7 +153,7 @@ def read_settings(
     folder = model_dir or (Path(file).parent if file else Path())
     every = keywords.translated(sources.read_all(inputs, written), folder)
     named = [one for one in every if NAMES.get(one.name) in {"model_id", "model_dir"}]
-    reader = _Reader(problems, {str(one.value) for one in named})
+    reader = _Reader(problems, {Path(str(one.value)).absolute() for one in named})
     for setting in every:
         reader.read(setting)
     options = reader.validate(folder)
@@ -265,7 +265,7 @@ def _remote(setting: Setting, file: str) -> Setting:
 class _Reader:
     """Reads settings, highest precedence first, and keeps the one that counts for each option."""
 
-    def __init__(self, problems: Problems, models: Collection[str]) -> None:
+    def __init__(self, problems: Problems, models: Collection[Path]) -> None:
         self.chosen: dict[str, Setting] = {}
         """Option to the setting that counts."""
         self.ignored: dict[str, str] = {}
@@ -275,7 +275,7 @@ class _Reader:
         self._overrides: list[Finding] = []
         self._problems = problems
         self._models = models
-        """Names of the model, which its tokenizer has too."""
+        """Names of the model, as absolute paths, which its tokenizer has too."""
         self._firsts: dict[tuple[str, str], Setting] = {}
         """Source and option to the first of its settings."""
 
@@ -377,7 +377,7 @@ class _Reader:
         if setting.name not in NEUTRAL or not setting.by_user:
             return None
         neutral = NEUTRAL[setting.name]
-        if setting.name == "tokenizer" and setting.value in self._models:
+        if setting.name == "tokenizer" and Path(str(setting.value)).absolute() in self._models:
             neutral = (str(setting.value).lower(),)
         return Unsupported(neutral, hints.neutral(setting.name), "it asks for nothing here")
 

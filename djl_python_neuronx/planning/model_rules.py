@@ -213,7 +213,7 @@ def _device_sampling(case: Case, neuron: NeuronBackend) -> Iterator[Finding]:
         hosts += f", top_k above {most}"
         likely = f"the {most} most likely tokens"
         if case.options.on_device_default_top_k is None:
-            hosts += ", sampling without top_k"
+            hosts += ", sampling without top_k except on OpenAI's routes"
             default = f"on_device_default_top_k=global_top_k samples without top_k among {likely}"
         else:
             default = f"sampling without top_k is among {likely}"

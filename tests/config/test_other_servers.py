@@ -1,6 +1,7 @@
 """Every flag and variable of TGI, vLLM and LMI: it sets an option, or a message says what to do instead."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -248,9 +249,10 @@ def test_the_models_own_tokenizer_is_taken_and_another_refused(tmp_path):
         resolved, problems = settings(parsed(words).option)
         assert problems.messages("error") == ()
         assert "tokenizer" in resolved.ignored
-    problems = Problems()
-    read_settings(None, tmp_path, {}, problems, {"tokenizer": str(tmp_path)})
-    assert problems.messages("error") == ()
+    for folder, tokenizer in ((tmp_path, f"{tmp_path}/"), (Path("model"), "./model")):
+        problems = Problems()
+        read_settings(None, folder, {}, problems, {"tokenizer": tokenizer})
+        assert problems.messages("error") == ()
     (error,) = settings(parsed(["folder", "--tokenizer", "other/model"]).option)[1].messages(
         "error"
     )

@@ -676,7 +676,8 @@ BATCHES = [
     Row(
         "on_device_generation",
         "note",
-        says="sampling without top_k) answer 400; on_device_default_top_k=global_top_k samples",
+        says="sampling without top_k except on OpenAI's routes) answer 400; on_device_default_top_k=global_top_k "
+        "samples",
         breaks={"on_device_generation": PER_ROW},
         mends={"on_device_default_top_k": "global_top_k"},
     ),
