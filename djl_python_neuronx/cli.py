@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -44,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown and arguments.command == "options":
         arguments.names += unknown  # a flag of serve is a name of an option
     elif unknown:
-        own = re.findall(r"--[\w-]+", arguments.usage())
-        arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown, own)}")
+        arguments.refuse(f"unrecognized arguments: {flags.unknown(unknown, arguments.own)}")
     for target in _targets(arguments):
         if target in {"true", "false"}:
             arguments.refuse(
@@ -301,7 +299,9 @@ def _complete(command: argparse.ArgumentParser, run: Run, *, log_level: str) -> 
         default=environment().get(LOG_FORMAT, "text"),
         help=f"json: an object in each line, its time in UTC (default: variable {LOG_FORMAT}, or else text)",
     )
-    command.set_defaults(run=run, refuse=command.error, usage=command.format_help)
+    every = command._option_string_actions  # argparse has no public list
+    own = tuple(flag for flag, action in every.items() if action.dest != "option")
+    command.set_defaults(run=run, refuse=command.error, own=own)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

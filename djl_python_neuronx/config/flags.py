@@ -60,8 +60,9 @@ def unknown(words: Sequence[str], own: Collection[str]) -> str:
 
     `own`: flags of the command itself.
     """
+    known = [*_NAMES, *(flag.lstrip("-") for flag in own)]
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-"))
-    advice = {flag: hints.unknown(flag.lstrip("-"), None, [*_NAMES, *own]) for flag in flags}
+    advice = {flag: hints.unknown(flag.lstrip("-"), None, known) for flag in flags}
     other = "; no flag and no option has this name; leave it out"
     return ", ".join(f"{flag} ({(advice[flag] or other)[2:]})" for flag in flags) or words[0]
 

@@ -323,16 +323,17 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
         ("--tool-call-parser", "no tools in this version"),
         ("--lora-modules", "no adapters in this version"),
         ("--mm-processor-kwargs", "no images"),
-        ("--exit-on-eror", "did you mean '--exit-on-error'"),
-        ("--ssl-cert-file", "did you mean '--ssl-certfile'"),
+        ("--exit-on-eror", "did you mean 'exit-on-error'"),
+        ("--prot", "did you mean 'port'"),
+        ("--ssl-cert-file", "did you mean 'ssl-certfile'"),
         ("--max-num-seq", "did you mean 'max_num_seqs'"),
         ("--no-such-flag", "no flag and no option has this name"),
     ],
 )
 def test_the_line_to_write_is_named(capsys, flag, line):
-    for words in ([flag, SECRET], [f"{flag}={SECRET}"]):
+    for command, *words in (["serve", flag, SECRET], ["check", f"{flag}={SECRET}"]):
         with pytest.raises(SystemExit):
-            cli.main(["serve", "model", *words])
+            cli.main([command, "model", *words])
         told = capsys.readouterr().err
         assert line in told
         assert SECRET not in told
