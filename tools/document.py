@@ -44,7 +44,8 @@ highest first:
 7. the environment variables listed with the options, and those of other servers ("Other variables", at the end),
 8. a value derived from the model and the machine, then the default.
 
-A setting that another one overrides leaves a note, unless the command line overrides it.
+A setting that another one overrides leaves a note, unless it is an option of the file or of `OPTION_*` and the command
+line overrides it.
 
 An empty value counts as not set, and so does `None` where the default is not set. A name that is not listed here is an
 error.

@@ -58,7 +58,7 @@ from djl_python_neuronx.errors import (
 
 _DEFAULT = "default"
 _REMARKED = {sources.FILE_NAME, sources.ENVIRONMENT, keywords.OVERRIDE}
-"""Sources of which two settings of one option are an error, or have a remark, by themselves."""
+"""Sources that the command line is meant to override, and of which two settings of one option have another message."""
 _RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
 _WRITTEN = {"compiled_graph_path", "draft_model_compiled_path"}
 _MODELS = {"model_id", "speculative_draft_model"}
@@ -441,14 +441,17 @@ def _contradicts(name: str, one: Setting, two: Setting) -> bool:
 
 
 def _overridden(name: str, winner: Setting, setting: Setting) -> bool:
-    """True if `winner` overrides another value unexpectedly; the command line is meant to.
+    """True if `winner` overrides another value unexpectedly; see `_REMARKED`.
 
     Buckets agree with the length that is their longest.
     """
     won, lost = parse_value(name, winner.value), parse_value(name, setting.value)
     return (
-        winner.origin not in {setting.origin, sources.DJL, sources.COMMAND_LINE}
-        and (winner.source != setting.source or winner.source not in _REMARKED)
+        winner.origin not in {setting.origin, sources.DJL}
+        and (
+            setting.source not in _REMARKED
+            or winner.source not in {setting.source, sources.COMMAND_LINE}
+        )
         and setting.by_user
         and won != lost
         and (not isinstance(won, tuple) or won[-1:] != (lost,))

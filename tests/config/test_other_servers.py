@@ -453,9 +453,13 @@ class TestPrecedence:
             assert "NEURON_TOKEN_GEN_BUCKETS" in resolved.origins["n_positions"]
         resolved, _ = settings({"n_positions": "4096"}.items(), buckets)
         assert resolved.options.n_positions == (512, 2048, 4096)
-        resolved, problems = settings(environ={"OPTION_N_POSITIONS": "1024", **buckets})
-        assert resolved.options.n_positions == 1024
-        assert "NEURON_TOKEN_GEN_BUCKETS" in "".join(problems.messages("note"))
+        for overrides, environ in (
+            ({}, {"OPTION_N_POSITIONS": "1024"}),
+            ({"n_positions": "1024"}, {}),
+        ):
+            resolved, problems = settings(overrides.items(), {**environ, **buckets})
+            assert resolved.options.n_positions == 1024
+            assert "NEURON_TOKEN_GEN_BUCKETS" in "".join(problems.messages("note"))
 
     def test_a_revision_goes_to_its_own_model_only(self):
         for other in ("HF_MODEL_ID", "OPTION_MODEL_ID"):
