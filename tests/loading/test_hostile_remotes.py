@@ -11,7 +11,6 @@ from typing import ClassVar
 import pytest
 from huggingface_hub import constants
 
-from djl_python_neuronx.artifacts.convert import convert
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
@@ -313,6 +312,9 @@ def test_an_s3_cannot_choose_where_files_are_written(kind, place):
 @pytest.mark.parametrize("target", ["{site}/package.py", f"{UP}/package.py", "/etc/hostname"])
 def test_a_conversion_takes_nothing_from_elsewhere(target, place):
     """It reads a local folder only: what chooses places there are links."""
+    pytest.importorskip("torch", reason="needs the `cpu` extra")
+    from djl_python_neuronx.artifacts.convert import convert
+
     source = place / "a" / "b" / "c" / "source"
     source.mkdir(parents=True)
     for name, content in FILES.items():
