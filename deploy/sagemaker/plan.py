@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import posixpath
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from deploy.sagemaker.calls import bounds, service_model
 from djl_python_neuronx.artifacts import s3
 from djl_python_neuronx.config import sources
-from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
+from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.loading.prepared import Prepared
+from djl_python_neuronx.loading.targets import find_target
 from djl_python_neuronx.planning import machines, memory
 
 GIB = 2**30
@@ -94,9 +92,8 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     machine = machines.named(instance)
     # In the container this is the model's folder; here another folder stands for it.
     here = {name: value for name, value in environ.items() if not _is_model_dir(value)}
-    with TemporaryDirectory() as folder:
-        target, overrides = _target(arguments, environ, Path(folder))
-        placement = check_all([target], environ=here, overrides=overrides, machine=machine)
+    target = _target(arguments, environ)
+    placement = check_all([target], environ=here, overrides={}, machine=machine)
     prepared = placement.reports[0].prepared
     if not placement.ok or prepared is None:
         problems = "\n".join(placement.findings.messages("error"))
@@ -146,34 +143,22 @@ def _is_model_dir(value: str) -> bool:
     return value.rstrip("/") == str(sources.MODEL_DIR)
 
 
-def _target(
-    arguments: argparse.Namespace, environ: Mapping[str, str], folder: Path
-) -> tuple[str, dict[str, str]]:
-    """The target and overrides for `check`: of a prefix in S3 its `serving.properties` too, by way of `folder`.
+def _target(arguments: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """The target for `check`, which reads a prefix in S3 as a folder here.
 
     Raises:
-        ServingError: nothing names a model, S3 refuses, or the model data are an archive.
+        ServingError: nothing names a model, S3 refuses, there are no weights, or the model data are an archive.
     """
     data, named = arguments.model_data, named_model(arguments, environ)
     if arguments.plan or not data:
-        return arguments.plan or named, {}
+        return arguments.plan or named
     if data.endswith(".tar.gz"):
         msg = f"--model-data {data} is not looked into; give --plan, a folder with its config.json"
         raise ConfigError(msg)
-    try:
-        content = s3.read(data, sources.FILE_NAME, sources.environment())
-    except ArtifactNotFoundError:
-        _require_weights(data)
-        return data, {}
-    file = folder / sources.FILE_NAME
-    file.write_bytes(content)
-    settings = {setting.name: str(setting.value) for setting in sources.from_file(folder)}
-    model = settings.get("model_id", ".")
-    if model.startswith("."):  # of the prefix, such as SageMaker Neo's
-        model = posixpath.normpath(posixpath.join(data.removeprefix("s3://"), model))
-        model = f"s3://{model}"
+    model = find_target(data, sources.environment()).overrides.get("model_id")
+    if model is not None:
         _require_weights(model)
-    return str(file), {"model_id": model}
+    return data
 
 
 def _require_weights(uri: str) -> None:
