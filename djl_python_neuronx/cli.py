@@ -327,7 +327,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     loads: dict[Model, Load] = {}
     prepared: dict[str, Prepared | None] = {}
     for target in arguments.models:
-        # The server listens first. Problems of the settings are reported by the load, all of them at once.
+        # The port is opened with these options. Their problems are reported by the load, all of them at once.
         found = Target(None, {"model_id": target})
         with suppress(ServingError):
             found = find_target(target, environment())
