@@ -24,6 +24,10 @@ class Batcher:
         self._width = spec.num_speculative_tokens + 1
         self._decoding: list[Sequence] | None = None
         self._decode_rows: Rows | None = None
+        self._num_missing = 0
+        """Steps until the first of these sequences has all its tokens."""
+        self._ends: frozenset[int] = frozenset()
+        """Tokens that end one of these sequences, and -1, which stands for none."""
 
     def fill(self, batch: Batch, drafts: list[list[int]]) -> Step:
         """The step of a batch. `drafts[i]` are to verify after the newest token of `batch.decoding[i]`."""
@@ -32,16 +36,23 @@ class Batcher:
         prefill = self._prefill(batch.chunks) if batch.chunks else None
         return Step(prefill, self._decode(batch.decoding) if batch.decoding else None)
 
-    def advance(self, batch: Batch, token_ids: Int32Array) -> None:
-        """After a step: its tokens, int32[B, K], are the inputs of the next one if the batch stays the same."""
+    def advance(self, batch: Batch, token_ids: Int32Array) -> bool:
+        """After a step: its tokens, int32[B, K], are the inputs of the next one if the batch stays the same.
+
+        Returns True if none of them ends a sequence of that batch.
+        """
         rows = self._decode_rows
         if batch.chunks:
             token_ids = token_ids[len(batch.chunks) :]
         if rows is None or token_ids.shape != (len(rows.slots), 1):
             self.forget()
-            return
+            return False
         rows.input_ids[:] = token_ids
         rows.starts += 1
+        self._num_missing -= 1
+        if batch.chunks or self._num_missing < 1:
+            return False
+        return self._ends.isdisjoint(token_ids[:, 0].tolist())
 
     def forget(self) -> None:
         """Rebuild the rows of the next decode."""
@@ -62,7 +73,12 @@ class Batcher:
             newest = [sequence.output_ids[-1:] for sequence in sequences]
             starts = [sequence.next_position for sequence in sequences]
             self._decode_rows = self._rows(sequences, newest, starts, self._wants(sequences))
+            self._note_ends(sequences)
         return self._decode_rows
+
+    def _note_ends(self, sequences: list[Sequence]) -> None:
+        self._num_missing = min(sequence.num_missing for sequence in sequences)
+        self._ends = frozenset({-1}).union(*{sequence.stop_ids for sequence in sequences})
 
     def _verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Rows:
         tokens = [

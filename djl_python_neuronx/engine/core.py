@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from djl_python_neuronx.backends.base import (
 from djl_python_neuronx.engine.batching import Batcher
 from djl_python_neuronx.engine.runner import (
     MAX_FAILED_STEPS,
+    Ran,
     Runner,
     SamplingPlace,
     StepInfo,
@@ -29,7 +31,13 @@ from djl_python_neuronx.engine.runner import (
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.scheduler import Batch, ChunkScheduler, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
-from djl_python_neuronx.engine.speculation import Proposer, Speculator, verify
+from djl_python_neuronx.engine.speculation import (
+    NO_PROPOSAL,
+    Proposal,
+    Proposer,
+    Speculator,
+    verify,
+)
 from djl_python_neuronx.errors import (
     BackendError,
     DeviceMemoryError,
@@ -53,16 +61,25 @@ class StepResult(NamedTuple):
     """The graph that ran and its tokens; None if nothing ran, or it failed."""
 
 
-class _Output(NamedTuple):
-    """The output of a batch."""
+@dataclass
+class Call:
+    """A batch in a device call, and what came of it."""
 
-    sampled: list[tuple[int, Sequence]]
-    """See `Batch.sampled`."""
-    token_ids: Int32Array
+    batch: Batch
+    refused: list[TokenOutput]
+    """The errors of its sequences that the backend refused."""
+    step: Step | None = None
+    proposal: Proposal = NO_PROPOSAL
+    ran: Ran | None = None
+    tokens: Int32Array | None = None
     """int32[B, K]: the tokens of each row; -1: none."""
-    logits: Float32Array | None
-    """float32[B, K, V], where the backend gives them."""
-    info: StepInfo
+    place: SamplingPlace | None = None
+    error: Exception | None = None
+    """Any error of the backend; no sequence got a token."""
+    goes_on: bool = False
+    """No sequence has ended, as far as its tokens show: the next decode may have the same rows."""
+    result: StepResult | None = None
+    """Set by `Engine.advance`."""
 
 
 class Engine:
@@ -97,7 +114,9 @@ class Engine:
         self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
-        self._entering: Callable[[list[str]], None] | None = None
+        self._last: Call | None = None
+        """The last call, if the same rows go on: its sequences may not have their tokens yet, and none has left."""
+        self._advancing = threading.Lock()
 
     @property
     def has_work(self) -> bool:
@@ -119,17 +138,11 @@ class Engine:
         """False without a proposer, or once it is disabled after its failures."""
         return self._speculator.proposer is not None
 
-    def watch(
-        self, before_call: Callable[[bool], None], entering: Callable[[list[str]], None]
-    ) -> None:
-        """Call `before_call` before each device call, the draft model's included; True: its graph has not run yet.
-
-        `entering` is called with the ids of the requests that get a slot, before the device has anything of them.
-        """
-        self._entering = entering
-        self.runner.before_call = before_call
-        if self.proposer is not None and self.proposer.runner is not None:
-            self.proposer.runner.before_call = before_call
+    @property
+    def runners(self) -> list[Runner]:
+        """What runs device calls: the draft model's runner after the engine's."""
+        drafting = None if self.proposer is None else self.proposer.runner
+        return [self.runner] if drafting is None else [self.runner, drafting]
 
     def close(self) -> None:
         """Free the device, the draft model's included; idempotent."""
@@ -145,12 +158,14 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a sequence that its client has left or a stop string has ended; idempotent, no output follows."""
+        self._finish_last()
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._end(sequence)
 
     def abort_all(self) -> None:
         """Drop every sequence."""
+        self._finish_last()
         for sequence in list(self._live.values()):
             self._end(sequence)
 
@@ -172,28 +187,60 @@ class Engine:
         return [self._fail(sequence, RequestTimeoutError(message)) for sequence in late]
 
     def step(self, *, min_drafts: int = 0) -> StepResult:
-        """Run one device call for the next batch, and calls of a draft model before it.
+        """Run the next batch. Never raises: each failed sequence gets an output with its error.
 
-        Never raises: each failed sequence gets an output with its error. `min_drafts`: see `Speculator.propose`.
+        `min_drafts`: see `Speculator.propose`.
         """
-        if self.dead is not None:
-            return StepResult([])
-        batch = self._scheduler.schedule()
-        refused = self._admit(batch) if batch.entering else []
-        if self.dead is not None or not batch:
-            return StepResult(refused)
-        try:
-            output = self._run(batch, min_drafts)
-        except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
-            failures = [(sequence, translate(error)) for sequence in batch.sequences]
-            return StepResult(refused + self._fail_all(failures))
-        outputs, info = self._advance(batch, output)
-        return StepResult(refused + outputs, info)
+        batch = self.schedule()
+        call = self.run(batch, min_drafts)
+        return self.advance(call)
+
+    def schedule(self) -> Batch:
+        """The batch of the next call, empty if there is nothing to do; the last one again if nothing has changed."""
+        if self._last is not None and self._scheduler.repeat():
+            return self._last.batch
+        self._finish_last()
+        return self._scheduler.schedule()
+
+    def run(self, batch: Batch, min_drafts: int = 0) -> Call:
+        """Run a batch on the device, and sample its tokens. Never raises: see `Call.error`.
+
+        Where the next call may have the same rows nothing else delays it: `advance` can follow while it runs.
+        """
+        last = self._last
+        if last is not None and last.batch is batch:
+            call = Call(batch, [], last.step)
+        else:
+            call = Call(batch, self._admit(batch) if batch.entering else [])
+        if batch and self.dead is None:
+            try:
+                self._run(call, min_drafts)
+            except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
+                call.error = error
+        if last is not None and last.result is None:
+            self.advance(last)
+        self._last = call
+        if not call.goes_on:
+            self._finish_last()
+        return call
+
+    def advance(self, call: Call) -> StepResult:
+        """Give the sequences of a call their tokens, and end those that are complete. Idempotent.
+
+        A call after which the same rows go on may be advanced by another thread, while the next one runs.
+        """
+        with self._advancing:
+            if call.result is None:
+                call.result = self._advance(call)
+            return call.result
+
+    def _finish_last(self) -> None:
+        if self._last is not None:
+            self.advance(self._last)
+            self._last = None
 
     def _admit(self, batch: Batch) -> list[TokenOutput]:
         """Acquire the slots of new sequences; one that the backend refuses leaves alone."""
-        if self._entering is not None:
-            self._entering([sequence.request_id for sequence in batch.entering])
         failures: list[tuple[Sequence, BackendError]] = []
         for sequence in batch.entering:
             request, slot = sequence.request, sequence.held_slot
@@ -208,71 +255,76 @@ class Engine:
                 self._sampler.assign(slot, sequence.sampling, request.prompt_ids, sequence.seed)
         return self._fail_all(failures, acquired=False) if failures else []
 
-    def _run(self, batch: Batch, min_drafts: int) -> _Output:
+    def _run(self, call: Call, min_drafts: int) -> None:
         """Propose drafts, run the batch on the device, and sample its tokens.
 
         Raises:
             Exception: any error of the backend.
             StepError: the output has another shape than the step wanted.
         """
-        decoding = [] if batch.chunks else batch.decoding
-        proposal = self._speculator.propose(decoding, self._sampler, min_drafts)
-        step = self._batcher.fill(batch, proposal.drafts)
-        output, info = self.runner.run(step)
-        sampled = batch.sampled
-        token_ids, place = self._sample(step, output, info.rows, sampled)
-        info = info._replace(
-            place=place if sampled else None, draft_s=proposal.seconds, draft_error=proposal.error
-        )
-        return _Output(sampled, token_ids, output.logits, info)
+        batch, step = call.batch, call.step
+        if step is None:
+            if self.speculates and not batch.chunks:
+                call.proposal = self._speculator.propose(batch.decoding, self._sampler, min_drafts)
+            step = call.step = self._batcher.fill(batch, call.proposal.drafts)
+        call.ran = self.runner.run(step)
+        call.tokens, call.place = self._sample(batch, step, call.ran.output)
+        self._failed_steps = 0
+        goes_on = self._batcher.advance(batch, call.tokens)
+        call.goes_on = goes_on and not self.speculates  # drafts follow from the newest tokens
 
     def _sample(
-        self, step: Step, output: StepOutput, count: int, sampled: list[tuple[int, Sequence]]
-    ) -> tuple[Int32Array, SamplingPlace]:
-        """int32[B, K]: the tokens of the step's `count` rows; -1: none. And where they were sampled.
+        self, batch: Batch, step: Step, output: StepOutput
+    ) -> tuple[Int32Array, SamplingPlace | None]:
+        """int32[B, K]: the tokens of the step's rows; -1: none. And where they were sampled, None if there are none.
 
         Raises:
             StepError: the output has another shape than the step wanted.
         """
-        parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        logits = _NO_LOGITS if output.logits is None else output.logits
+        logits, decode = _NO_LOGITS if output.logits is None else output.logits, step.decode
+        if output.ids is None and step.prefill is None and decode and decode.wants is Want.LOGITS:
+            # Of a steady decode nothing is copied.
+            require_shape(logits.shape, (len(decode.slots), 1, self.spec.vocab_size))
+            drawn = self._sampler.sample(logits[:, 0], decode.slots, decode.starts + decode.lens)
+            return drawn[:, None], "host"
+        parts = [rows for _, rows in step.parts]
+        sampled, count = batch.sampled, sum(len(part.slots) for part in parts)
         if output.ids is not None:
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
             if not any(Want.LOGITS in part.wants for part in parts):
-                return output.ids, "device"
-            rows = [row for row, sequence in sampled if sequence.on_host]
+                return output.ids, "device" if sampled else None
+            on_host = [row for row, sequence in sampled if sequence.on_host]
             tokens = output.ids.copy()
-        elif parts[0].wants == Want.LOGITS and len(sampled) == count == len(parts[0].slots):
-            # Of a steady decode nothing is copied.
-            slots, positions = parts[0].slots, parts[0].starts + parts[0].lens
-            require_shape(logits.shape, (count, 1, self.spec.vocab_size))
-            return self._sampler.sample(logits[:, 0], slots, positions)[:, None], "host"
         else:
-            rows = [row for row, _ in sampled]
+            on_host = [row for row, _ in sampled]
             tokens = np.full((count, 1), -1, np.int32)
-        if parts[-1].wants == Want.ALL_LOGITS:
+        if parts[-1].wants is Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(logits.shape[1], int(parts[-1].lens.max()))
             require_shape(logits.shape, (count, columns, self.spec.vocab_size))
             return verify(self._sampler, logits, parts[-1]), "host"
-        if rows:
+        if on_host:
             require_shape(logits.shape, (count, 1, self.spec.vocab_size))
             slots = np.concatenate([part.slots for part in parts])
             positions = np.concatenate([part.starts + part.lens for part in parts])
             # All rows are sampled from a view of their logits.
-            chosen = slice(None) if len(rows) == count else rows
+            chosen = slice(None) if len(on_host) == count else on_host
             drawn = self._sampler.sample(logits[chosen, 0], slots[chosen], positions[chosen])
             tokens[chosen, 0] = drawn
-        return tokens, "host" if len(rows) == len(sampled) else "mixed"
+        if not sampled:
+            return tokens, None
+        return tokens, "host" if len(on_host) == len(sampled) else "mixed"
 
-    def _advance(self, batch: Batch, output: _Output) -> StepResult:
-        """Give each sequence its tokens, and end those that are complete."""
-        sampled, token_ids, values, info = output
-        self._failed_steps = 0
-        self._batcher.advance(batch, token_ids)
-        self._scheduler.advance(batch)
-        rows = token_ids.tolist()
-        outputs: list[TokenOutput] = []
+    def _advance(self, call: Call) -> StepResult:
+        if call.error is not None:
+            failures = [(sequence, translate(call.error)) for sequence in call.batch.sequences]
+            return StepResult(call.refused + self._fail_all(failures))
+        if call.tokens is None or call.ran is None or call.step is None:
+            return StepResult(call.refused)
+        sampled, values = call.batch.sampled, call.ran.output.logits
+        self._scheduler.advance(call.batch)
+        rows = call.tokens.tolist()
+        outputs = call.refused
         for row, sequence in sampled:
             taken = sequence.take(rows[row])
             if not taken:
@@ -288,6 +340,9 @@ class Engine:
             outputs.append(TokenOutput(request.request_id, taken, reason, None, logits, top))
             if reason is not None:
                 self._end(sequence)
+        _, seconds, error = call.proposal
+        info = self.runner.describe(call.step, call.ran)
+        info = info._replace(place=call.place, draft_s=seconds, draft_error=error)
         if info.kind == "verification":
             # Each output has one token that needs no draft.
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)

@@ -59,9 +59,9 @@ class Link:
         """Send a message that is encoded; see `send`."""
         self._outbox.put(lambda: message)
 
-    def send_step(self, result: StepResult, state: EngineState) -> None:
-        """Send the result of a step; see `send`. Its log-probabilities are made on the writing thread."""
-        self._outbox.put(lambda: orjson.dumps(("step", *encode_step(result, state))))
+    def send_step(self, finish: Callable[[], tuple[StepResult, EngineState]]) -> None:
+        """Send the result of a step; see `send`. It and its log-probabilities are made on the writing thread."""
+        self._outbox.put(lambda: orjson.dumps(("step", *encode_step(*finish()))))
 
     def send_now(self, *message: Any) -> None:  # noqa: ANN401
         """Send a message before this returns, so that it arrives even if this process dies in the next moment.

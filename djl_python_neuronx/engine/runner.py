@@ -1,4 +1,4 @@
-"""Device calls: timed, announced and recorded by graph; a backend's failures as our errors."""
+"""Device calls: timed, and recorded by graph; a backend's failures as our errors."""
 
 from __future__ import annotations
 
@@ -53,40 +53,69 @@ class StepInfo(NamedTuple):
     """Where its tokens were sampled; mixed: some of them on the host. None if it gave none."""
 
 
+class Ran(NamedTuple):
+    """A device call that has succeeded."""
+
+    output: StepOutput
+    kind: GraphKind
+    graph: Graph
+    device_s: float
+
+
 class Runner:
     """Runs steps on a backend. Engine thread only."""
 
     def __init__(self, backend: Backend) -> None:
         """Nothing has run yet."""
         self.backend = backend
-        self.before_call: Callable[[bool], None] | None = None
-        """Called before each device call; True: a runtime may load or even compile the graph in it."""
+        self.on_first_call: Callable[[], None] | None = None
+        """Called before the first call of each graph: a runtime may load or even compile it in that call."""
         self.graphs_run: set[Graph] = set()
+        self._decode: Rows | None = None
+        """The rows of the last step if it was a decode. The same rows again are one position further (`Batcher`)."""
+        self._num_left = 0
+        """Positions until they need another graph."""
+        self._kind: GraphKind = "decode"
+        self._graph = Graph("decode", 0)
 
-    def run(self, step: Step) -> tuple[StepOutput, StepInfo]:
+    def run(self, step: Step) -> Ran:
         """Run a step.
 
         Raises:
             Exception: any error of the backend.
         """
-        parts = [rows for rows in (step.prefill, step.decode) if rows is not None]
-        kind: GraphKind = "verification" if parts[-1].wants == Want.ALL_LOGITS else step.kind
-        graph = self._graph(kind, parts)
-        first = graph not in self.graphs_run
-        if self.before_call is not None:
-            self.before_call(first)
+        if step.prefill is not None or step.decode is not self._decode or self._num_left < 1:
+            self._choose_graph(step)
+        kind, graph = self._kind, self._graph
+        self._num_left -= 1
         started_s = time.monotonic()
         output = self.backend.run(step)
         device_s = time.monotonic() - started_s
-        if first:
-            self.graphs_run.add(graph)
+        self.graphs_run.add(graph)
+        return Ran(output, kind, graph, device_s)
+
+    def _choose_graph(self, step: Step) -> None:
+        """Set the graph of a step, and report its first call."""
+        parts = [rows for _, rows in step.parts]
+        self._kind = "verification" if parts[-1].wants is Want.ALL_LOGITS else step.kind
+        self._graph, self._decode, self._num_left = self._find(self._kind, parts), None, 0
+        if self._kind == "decode" and not self.backend.spec.mixed_steps:
+            self._decode = step.decode
+            self._num_left = self._graph.bucket - int(parts[0].starts.max())
+        if self._graph not in self.graphs_run and self.on_first_call is not None:
+            self.on_first_call()
+
+    def describe(self, step: Step, ran: Ran) -> StepInfo:
+        """Return the facts of a step that has run."""
+        parts, kind = [rows for _, rows in step.parts], ran.kind
         rows = sum([len(part.slots) for part in parts])
         tokens = rows if kind == "decode" else sum([int(part.lens.sum()) for part in parts])
         if self.backend.spec.mixed_steps and kind == "prefill":
             kind = "mixed"
-        return output, StepInfo(kind, graph.bucket, rows, tokens, device_s, output.num_reprefilled)
+        reprefilled = ran.output.num_reprefilled
+        return StepInfo(kind, ran.graph.bucket, rows, tokens, ran.device_s, reprefilled)
 
-    def _graph(self, kind: GraphKind, parts: list[Rows]) -> Graph:
+    def _find(self, kind: GraphKind, parts: list[Rows]) -> Graph:
         spec, rows = self.backend.spec, parts[-1]
         width, limit = rows.input_ids.shape[1], spec.max_model_len
         if not spec.mixed_steps:

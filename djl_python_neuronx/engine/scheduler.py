@@ -195,6 +195,13 @@ class Scheduler:
         self._decodes_owed = max(0, self._decodes_owed - 1)
         return Batch([], self.running, [])
 
+    def repeat(self) -> bool:
+        """Schedule the same decode again. False if something may join: `schedule` then decides."""
+        if self._entered or (self.waiting and self.slots.num_free):
+            return False
+        self._decodes_owed = max(0, self._decodes_owed - 1)
+        return True
+
     def advance(self, batch: Batch) -> None:
         """Record that a batch has run: its chunks are in the cache, and a sequence runs after its last one."""
         if not batch.chunks:

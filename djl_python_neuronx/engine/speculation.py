@@ -71,7 +71,7 @@ class Proposal(NamedTuple):
     """The error of the proposer; None if it has not failed."""
 
 
-_NOTHING = Proposal([])
+NO_PROPOSAL = Proposal([])
 
 
 class Speculator:
@@ -93,10 +93,10 @@ class Speculator:
         A sequence with fewer than `min_drafts` gets as many of token 0 as it may: the warm-up verifies these.
         """
         if self.proposer is None:
-            return _NOTHING
+            return NO_PROPOSAL
         counts = [min(self._max_drafts, sequence.num_missing - 1) for sequence in sequences]
         if max(counts, default=0) < 1:
-            return _NOTHING
+            return NO_PROPOSAL
         started_s = time.monotonic()
         drafts: list[list[int]] = []
         failure = None
@@ -281,9 +281,9 @@ class DraftModel:
         return drafts
 
     def _run(self, step: Step) -> Float32Array:
-        output, _ = self.runner.run(step)
-        assert output.logits is not None  # noqa: S101  (`EngineJob.load` refuses a device that samples)
-        return output.logits
+        logits = self.runner.run(step).output.logits
+        assert logits is not None  # noqa: S101  (`EngineJob.load` refuses a device that samples)
+        return logits
 
 
 def verify(sampler: Sampler, logits: Float32Array, rows: Rows) -> Int32Array:

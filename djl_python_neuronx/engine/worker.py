@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from djl_python_neuronx.engine.core import Engine, StepResult
+from djl_python_neuronx.engine.core import Call, Engine, StepResult
 from djl_python_neuronx.engine.link import (
     REQUEST,
     SPEC,
@@ -126,27 +126,35 @@ class _Worker:
         self._queue_timeout_s = queue_timeout_s
         self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._unsent = StepResult([])
         self._sent = EngineState()
         self._expired_s = time.monotonic()
-        engine.watch(self._before_call, partial(link.send_now, "entering"))
+        for runner in engine.runners:
+            runner.on_first_call = partial(link.send, "first_call")
 
     def run(self) -> bool:
         """Step until the front leaves or the engine is dead. Returns False if it is dead."""
         engine, commands = self._engine, self._commands
         threading.Thread(target=self._receive, name="djl-neuronx-commands", daemon=True).start()
+        call: Call | None = None
         while engine.dead is None:
             while not engine.has_work or not commands.empty():
-                self._send(idle=not engine.has_work)
+                self._send(call)
+                call = None
+                if not engine.has_work:
+                    self._send_state()
                 command = commands.get()
                 if command is None:
                     engine.abort_all()
                     return True
                 command()
-            result = self._expire() or engine.step()
-            self._send()  # unless a device call has begun meanwhile
-            self._unsent = result
-        self._send()
+            if engine.num_waiting and self._expire():
+                continue
+            batch = engine.schedule()
+            if batch.entering:
+                self._link.send_now("entering", [one.request_id for one in batch.entering])
+            self._send(call)
+            call = engine.run(batch)
+        self._send(call)
         self._link.send("dead", *(encode_error(engine.dead) or ()))
         return False
 
@@ -162,32 +170,40 @@ class _Worker:
         finally:
             self._commands.put(None)
 
-    def _before_call(self, first: bool) -> None:
-        """Send the last step's message while the device runs the next one: nothing delays the call itself."""
-        self._send()
-        if first:
-            self._link.send("first_call")
-
-    def _send(self, *, idle: bool = False) -> None:
-        """Send the last step with the engine's state. An idle engine sends its state alone if it has changed."""
-        if not (idle or any(self._unsent)):
+    def _send(self, call: Call | None) -> None:
+        """Send the result of the last call. It is made while the device runs the next one, which nothing delays."""
+        if call is None:
             return
-        engine = self._engine
-        state = EngineState(engine.num_running, engine.num_waiting, engine.speculates)
-        if any(self._unsent) or state != self._sent:
-            while self._link.backlog > MOST_UNREAD:
-                time.sleep(UNREAD_PAUSE_S)
-            self._link.send_step(self._unsent, state)
-            self._unsent, self._sent = StepResult([]), state
+        while self._link.backlog > MOST_UNREAD:
+            time.sleep(UNREAD_PAUSE_S)
+        self._link.send_step(partial(self._finish, call))
 
-    def _expire(self) -> StepResult | None:
-        """End the sequences that have waited too long for a slot; checked several times a second."""
+    def _finish(self, call: Call) -> tuple[StepResult, EngineState]:
+        """Return the result of a call, and the engine's state. Any thread."""
+        result = self._engine.advance(call)
+        self._sent = self._state()
+        return result, self._sent
+
+    def _state(self) -> EngineState:
+        engine = self._engine
+        return EngineState(engine.num_running, engine.num_waiting, engine.speculates)
+
+    def _send_state(self) -> None:
+        """Send the state of an idle engine, if it has changed."""
+        if (state := self._state()) != self._sent:
+            self._sent = state
+            self._link.send_step(lambda: (StepResult([]), state))
+
+    def _expire(self) -> bool:
+        """End the sequences that have waited too long for a slot, if there are any; checked several times a second."""
         engine, now_s = self._engine, time.monotonic()
-        if not engine.num_waiting or now_s - self._expired_s < self._expire_every_s:
-            return None
+        if now_s - self._expired_s < self._expire_every_s:
+            return False
         self._expired_s = now_s
         outputs = engine.expire(self._queue_timeout_s)
-        return StepResult(outputs) if outputs else None
+        if outputs:
+            self._link.send_step(lambda: (StepResult(outputs), self._state()))
+        return bool(outputs)
 
 
 class EngineThread:

@@ -143,7 +143,7 @@ class Parts:
         return message[1]
 
     def step(self, *outputs: TokenOutput, running: int = 1) -> None:
-        self.engine.send_step(StepResult([*outputs]), EngineState(running))
+        self.engine.send_step(lambda: (StepResult([*outputs]), EngineState(running)))
 
     def kill(self) -> None:
         """As of a process that waits in a driver: its end comes late."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 import orjson
 import pytest
 
-from djl_python_neuronx.engine.core import Engine, StepResult
+from djl_python_neuronx.backends.base import Step, StepOutput
+from djl_python_neuronx.engine.core import Call, Engine, StepResult
 from djl_python_neuronx.engine.link import EngineState, decode_step, encode_step
 from djl_python_neuronx.types import GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import ToyBackend
@@ -30,6 +33,33 @@ def run(engine: Engine, outputs: list[TokenOutput] | None = None) -> dict[str, l
         for output in engine.step().outputs:
             found[output.request_id].append(output)
     pytest.fail("the engine does not come to an end")
+
+
+class LateResults:
+    """Steps an engine as its worker does: the result of a call is made while the next one runs, or after it."""
+
+    def __init__(self, engine: Engine, backend: ToyBackend, during: Callable[[], bool]) -> None:
+        """`during()`: make the next result during a call."""
+        self._engine, self._during, self._run = engine, during, backend.run
+        self._call: Call | None = None
+        backend.run = self._run_device  # type: ignore[method-assign]
+
+    def step(self) -> StepResult:
+        """Run the next batch. Returns the result of the one before."""
+        last = self._call
+        self._call = self._engine.run(self._engine.schedule())
+        return StepResult([]) if last is None else self._engine.advance(last)
+
+    def last_outputs(self) -> list[TokenOutput]:
+        """Those of the last call."""
+        return [] if self._call is None else self._engine.advance(self._call).outputs
+
+    def _run_device(self, step: Step) -> StepOutput:
+        if self._call is not None and self._during():
+            thread = threading.Thread(target=self._engine.advance, args=(self._call,))
+            thread.start()
+            thread.join()
+        return self._run(step)
 
 
 def tokens(outputs: list[TokenOutput]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import ModelSpec, Step, StepOutput, Want
 from djl_python_neuronx.backends.shapes import choose_bucket
-from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.limits import check, sampled_on_host
 from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.warmup import warm_up
@@ -31,7 +31,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.engine.steps import assert_clean, request, run, tokens
+from tests.engine.steps import LateResults, assert_clean, request, run, tokens
 
 EOS = frozenset(TOY_SPEC.eos_ids)
 
@@ -49,12 +49,10 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
         max_prefill_batch=data.draw(st.integers(1, 3), "prefill batch"),
         joins=data.draw(st.sampled_from(["free", "reprefill"]), "joins"),
     )
-    backend = ToyBackend(spec)
-    engine = Engine(
-        backend,
-        decode_interleave=data.draw(st.integers(1, 3), "interleave"),
-        max_join_wait_s=data.draw(st.sampled_from([0.0, 0.001, 3600.0]), "join wait"),
-    )
+    options = {
+        "decode_interleave": data.draw(st.integers(1, 3), "interleave"),
+        "max_join_wait_s": data.draw(st.sampled_from([0.0, 0.001, 3600.0]), "join wait"),
+    }
     prompts = data.draw(
         st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=64), min_size=1, max_size=12),
         "prompts",
@@ -64,18 +62,33 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
     given_up = data.draw(
         st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 40)), "given up"
     )
-    found: dict[str, list[TokenOutput]] = defaultdict(list)
-    for turn in range(2000):
-        for i, arrival in enumerate(arrivals):
-            if arrival == turn:
-                engine.add(request(str(i), prompts[i], lengths[i]))
-        for i, when in given_up.items():
-            if when == turn:
-                engine.abort(str(i))
-        if turn > max([*arrivals, *given_up.values()]) and not engine.has_work:
-            break
-        for output in engine.step().outputs:
-            found[output.request_id].append(output)
+    backend, late_backend = ToyBackend(spec), ToyBackend(spec)
+    engine, late_engine = Engine(backend, **options), Engine(late_backend, **options)
+    late = LateResults(late_engine, late_backend, lambda: data.draw(st.booleans(), "during"))
+
+    def serve(engine: Engine, step: Callable[[], StepResult]) -> dict[str, list[TokenOutput]]:
+        found: dict[str, list[TokenOutput]] = defaultdict(list)
+        for turn in range(2000):
+            for i, arrival in enumerate(arrivals):
+                if arrival == turn:
+                    engine.add(request(str(i), prompts[i], lengths[i]))
+            for i, when in given_up.items():
+                if when == turn:
+                    engine.abort(str(i))
+            if turn > max([*arrivals, *given_up.values()]) and not engine.has_work:
+                break
+            for output in step().outputs:
+                found[output.request_id].append(output)
+        return found
+
+    found = serve(engine, engine.step)
+    late_found = serve(late_engine, late.step)
+    for output in late.last_outputs():
+        late_found[output.request_id].append(output)
+    if options["max_join_wait_s"] != 0.001:  # which the clock decides
+        assert late_backend.steps == backend.steps, "a late result costs no call"
+        assert late_found == found
+    assert_clean(late_engine, late_backend)
     for i, prompt in enumerate(prompts):
         alone = expected(prompt, min(lengths[i], spec.max_model_len - len(prompt)), EOS)
         outputs = found[str(i)]
@@ -340,7 +353,13 @@ def test_logits_that_are_not_numbers_fail_their_row_only() -> None:
     engine = Engine(backend)  # type: ignore[arg-type]
     for i, name in enumerate("abc"):
         engine.add(request(name, [5 + i, 8], 8, ignore_eos=True))
-    found = run(engine)
+    late = LateResults(engine, backend, lambda: True)
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    while engine.has_work:
+        for output in late.step().outputs:
+            found[output.request_id].append(output)
+    for output in late.last_outputs():
+        found[output.request_id].append(output)
     assert isinstance(found["b"][-1].error, StepError)
     for i, name in enumerate("abc"):
         if name != "b":
@@ -734,15 +753,15 @@ def test_warm_up_decodes_with_every_number_of_slots(
 def test_the_first_call_of_every_graph_is_announced() -> None:
     """Of two live sequences the second lies in slot 1: a graph that a single one does not run."""
     engine = Engine(ToyBackend(replace(TOY_SPEC, token_buckets=(), decode_slots=(1, 2, 4))))
-    announced: list[bool] = []
-    engine.runner.before_call = announced.append
+    announced: list[None] = []
+    engine.runner.on_first_call = lambda: announced.append(None)
     engine.add(request("a", [5, 6], 9))
     while not engine.runner.graphs_run & {("decode", 128, 0, 1)}:
         engine.step()
     announced.clear()
     engine.add(request("b", [5, 7], 3))
     run(engine)
-    assert sum(announced) == 1
+    assert len(announced) == 1
     assert ("decode", 128, 0, 2) in engine.runner.graphs_run
 
 

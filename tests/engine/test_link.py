@@ -97,7 +97,7 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
         )
     )  # fmt: skip
     state = all_set(EngineState(3, 2, speculates=False))
-    kind, *content = crossed(lambda link: link.send_step(StepResult(sent, info), state))
+    kind, *content = crossed(lambda link: link.send_step(lambda: (StepResult(sent, info), state)))
     assert kind == "step"
     (outputs, got_info), got_state = decode_step(*content)
     assert got_state == state

@@ -659,7 +659,7 @@ def test_drafting_is_given_up_only_when_the_engine_says_so() -> None:
     """An idle engine may not have said anything yet."""
     with in_parts() as (loop, hosts, _):
         assert loop.state.speculates
-        hosts[0].engine.send_step(StepResult([]), EngineState(speculates=False))
+        hosts[0].engine.send_step(lambda: (StepResult([]), EngineState(speculates=False)))
         wait_until(lambda: not loop.state.speculates)
 
 
@@ -763,7 +763,7 @@ def test_a_worker_that_cannot_load_says_so_and_frees_its_descriptor() -> None:
 def test_an_error_of_the_engine_itself_reaches_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
     front, end = socket.socketpair()
     link, engine = Link(front), Engine(ToyBackend())
-    monkeypatch.setattr(engine, "step", lambda: {}["told to"])
+    monkeypatch.setattr(engine, "schedule", lambda: {}["told to"])
     link.send_encoded(encode_request(request("a", [5, 6])))
     assert not work(Link(end), lambda: engine, WorkerSettings())
     *_, (kind, code, reason) = iter(link.receive, None)

@@ -231,6 +231,18 @@ def test_those_who_can_fill_the_free_slots_wait_for_nobody() -> None:
     assert batch.next() == ("prefill", ["b", "c"])
 
 
+def test_a_repeated_decode_counts_among_those_that_are_owed() -> None:
+    scheduler = Scheduler(replace(TOY_SPEC, num_slots=2), decode_interleave=3)
+    scheduler.add(sequence("a", 4))
+    assert run(scheduler).chunks
+    assert not run(scheduler).chunks
+    assert scheduler.repeat()
+    scheduler.add(sequence("b", 4))
+    assert not scheduler.repeat(), "b joins"
+    assert not run(scheduler).chunks, "the third"
+    assert run(scheduler).chunks
+
+
 def test_decodes_are_owed_when_the_wait_is_over_too() -> None:
     batch = Gathering(4, max_join_wait_s=0.1, interleave=3)
     batch.add("a")
