@@ -61,6 +61,8 @@ class SlotBackend(ABC):
         self._filled = np.zeros(spec.num_slots, np.int64)
         self._num_reprefilled = 0
         """Tokens that the present step has prefilled again."""
+        self._ran: Step | None = None
+        """The step that ran last, if no slot has changed hands since."""
 
     @abstractmethod
     def _run(self, step: Step) -> StepOutput:
@@ -72,12 +74,12 @@ class SlotBackend(ABC):
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
         """Empty a slot for a prompt."""
-        self._filled[slot] = 0
+        self._filled[slot], self._ran = 0, None
         return self.cached(prompt_ids, adapter)
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots; a decode of an empty slot is refused."""
-        self._filled[list(slots)] = 0
+        self._filled[list(slots)], self._ran = 0, None
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.
@@ -94,13 +96,9 @@ class SlotBackend(ABC):
             error.fatal = True
             raise error
         parts = step.parts
-        if self.spec.mixed_steps:
-            check_budget([rows for _, rows in parts], self.spec)
-        elif len(parts) > 1:
-            refuse("a mixed step", "a prefill or a decode")
-        for kind, rows in parts:
-            self._check(kind, rows)
-        self._num_reprefilled = 0
+        if not self._repeats(step):
+            self._check_step(step)
+        self._num_reprefilled, self._ran = 0, None
         try:
             output = self._run(step)
         except Exception as error:
@@ -111,8 +109,26 @@ class SlotBackend(ABC):
             raise of_step(error, f"a {step.kind} step of {count} rows") from error
         for _, rows in parts:
             self._filled[rows.slots] = rows.starts + rows.lens
+        self._ran = step
         output.num_reprefilled = self._num_reprefilled
         return output
+
+    def _check_step(self, step: Step) -> None:
+        parts = step.parts
+        if self.spec.mixed_steps:
+            check_budget([rows for _, rows in parts], self.spec)
+        elif len(parts) > 1:
+            refuse("a mixed step", "a prefill or a decode")
+        for kind, rows in parts:
+            self._check(kind, rows)
+
+    def _repeats(self, step: Step) -> bool:
+        """Return True for the decode that ran last, each row one position further: all else has been checked."""
+        rows = step.decode
+        if step is not self._ran or rows is None or step.prefill is not None:
+            return False
+        filled = self._filled[rows.slots]
+        return bool((rows.starts == filled).all() and filled.max() < self.spec.max_model_len)
 
     def close(self) -> None:
         """Drop the model: the device's memory is free with the last reference."""

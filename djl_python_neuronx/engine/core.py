@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from djl_python_neuronx.backends.base import (
     Backend,
     Float32Array,
     Int32Array,
+    Rows,
     Step,
     StepOutput,
     Want,
@@ -49,8 +50,14 @@ from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
+_IN_ONE_PLACE = (Want.TOKENS, Want.LOGITS)
 _DEVICE_FAULTS = (StepError, DeviceMemoryError)
 _NO_LOGITS: Float32Array = np.empty(0, np.float32)
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
+
+
+Sampled = tuple[Int32Array, Union[SamplingPlace, None]]
+"""int32[B, K]: the tokens of each row, -1: none. And where they were sampled, None if there are none."""
 
 
 class StepResult(NamedTuple):
@@ -273,26 +280,20 @@ class Engine:
         goes_on = self._batcher.advance(batch, call.tokens)
         call.goes_on = goes_on and not self.speculates  # drafts follow from the newest tokens
 
-    def _sample(
-        self, batch: Batch, step: Step, output: StepOutput
-    ) -> tuple[Int32Array, SamplingPlace | None]:
-        """int32[B, K]: the tokens of the step's rows; -1: none. And where they were sampled, None if there are none.
+    def _sample(self, batch: Batch, step: Step, output: StepOutput) -> Sampled:
+        """Sample the tokens of a step.
 
         Raises:
             StepError: the output has another shape than the step wanted.
         """
-        logits, decode = _NO_LOGITS if output.logits is None else output.logits, step.decode
-        if output.ids is None and step.prefill is None and decode and decode.wants is Want.LOGITS:
-            # Of a steady decode nothing is copied.
-            require_shape(logits.shape, (len(decode.slots), 1, self.spec.vocab_size))
-            drawn = self._sampler.sample(logits[:, 0], decode.slots, decode.starts + decode.lens)
-            return drawn[:, None], "host"
+        rows = step.decode
+        if step.prefill is None and rows is not None and rows.wants in _IN_ONE_PLACE:
+            return self._sample_decode(rows, output)
         parts = [rows for _, rows in step.parts]
-        sampled, count = batch.sampled, sum(len(part.slots) for part in parts)
+        logits = _NO_LOGITS if output.logits is None else output.logits
+        sampled, count = batch.sampled, sum([len(part.slots) for part in parts])
         if output.ids is not None:
             require_shape(output.ids.shape, (count, *output.ids.shape[1:2]))
-            if not any(Want.LOGITS in part.wants for part in parts):
-                return output.ids, "device" if sampled else None
             on_host = [row for row, sequence in sampled if sequence.on_host]
             tokens = output.ids.copy()
         else:
@@ -311,9 +312,21 @@ class Engine:
             chosen = slice(None) if len(on_host) == count else on_host
             drawn = self._sampler.sample(logits[chosen, 0], slots[chosen], positions[chosen])
             tokens[chosen, 0] = drawn
-        if not sampled:
-            return tokens, None
-        return tokens, "host" if len(on_host) == len(sampled) else "mixed"
+        if len(on_host) == len(sampled):
+            return tokens, "host" if sampled else None
+        return tokens, "mixed" if on_host else "device"
+
+    def _sample_decode(self, rows: Rows, output: StepOutput) -> Sampled:
+        """Sample the tokens of a decode whose rows are all sampled in one place: of those nothing is copied."""
+        count = len(rows.slots)
+        if rows.wants is Want.TOKENS:
+            tokens = _NO_TOKENS if output.ids is None else output.ids
+            require_shape(tokens.shape, (count, *tokens.shape[1:2]))
+            return tokens, "device"
+        logits = _NO_LOGITS if output.logits is None else output.logits
+        require_shape(logits.shape, (count, 1, self.spec.vocab_size))
+        drawn = self._sampler.sample(logits[:, 0], rows.slots, rows.starts + rows.lens)
+        return drawn[:, None], "host"
 
     def _advance(self, call: Call) -> StepResult:
         if call.error is not None:

@@ -305,3 +305,25 @@ def test_the_embedded_server_serves_it_without_weights(tmp_path: Path) -> None:
     finally:
         server.kill()
     assert server.log_text.count("loaded backend=sim (no model runs, answers are made up)") == 1
+
+
+def test_a_decode_that_comes_again_is_one_position_further_or_refused(tmp_path: Path) -> None:
+    backend = load(write_model(tmp_path), sim_step_ms=0.0)
+    backend.acquire(0, [7], 0)
+    backend.run(Step(prefill=make_rows({0: [7]})))
+    rows = make_rows({0: [8]}, {0: 1})
+    step = Step(decode=rows)
+    for position in range(1, MAX_LEN):
+        rows.starts[:] = position
+        backend.run(step)
+    for position, why in ((MAX_LEN, "positions"), (MAX_LEN + 1, "positions"), (-1, "positions")):
+        rows.starts[:] = position
+        with pytest.raises(ServingError, match=why):
+            backend.run(step)
+    rows.starts[:] = 1
+    backend.run(step)
+    backend.release([0])
+    for position, why in ((2, "starts"), (0, "slots that hold a prompt")):
+        rows.starts[:] = position
+        with pytest.raises(ServingError, match=why):
+            backend.run(step)
