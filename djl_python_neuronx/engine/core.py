@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def runners(self) -> list[Runner]:
-        """What runs device calls: the draft model's runner after the engine's."""
+        """The runners of device calls: the engine's, then the draft model's."""
         drafting = None if self.proposer is None else self.proposer.runner
         return [self.runner] if drafting is None else [self.runner, drafting]
 
