@@ -49,7 +49,6 @@ from tests.processes import alive
 pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
 ROOT = Path(__file__).parents[2]
-CHECKS = TINY / "checks.jsonl"
 
 
 def compiled(machine, options, /, **more):
@@ -365,19 +364,19 @@ def test_copies_load_the_same_graphs_each_on_its_own_cores(machine, options):
             pairs = Path(f"/proc/{engine}/environ").read_text().split("\0")
             limits += [pair for pair in pairs if pair.startswith("NEURON_RT_")]
         assert sorted(limits) == ["NEURON_RT_VISIBLE_CORES=0", "NEURON_RT_VISIBLE_CORES=1"]
-        inbox, check = BlockingQueue(), json.loads(CHECKS.read_text().splitlines()[0])
+        inbox = BlockingQueue()
         for _ in service.loop.copies:
-            body = {"inputs": check["prompt"], "parameters": {"max_new_tokens": 4}}
-            service.loop.submit(service.parse(json.dumps(body).encode()).request, inbox)
+            body = b'{"inputs": "1 + 1 =", "parameters": {"max_new_tokens": 4}}'
+            service.loop.submit(service.parse(body).request, inbox)
         deltas = []
         while sum(delta.finished for delta in deltas) < 2:
             deltas += inbox.drain(60)
-        texts = {
+        texts = [
             "".join(delta.text for delta in deltas if delta.request_id == name)
             for name in {delta.request_id for delta in deltas}
-        }
-        assert len(texts) == 1
-        assert check["completion"].startswith(texts.pop())
+        ]
+        assert texts == [texts[0]] * 2
+        assert texts[0]
     finally:
         service.close()
 

@@ -1,4 +1,4 @@
-"""A backend that compiles: one file per graph, each told in a log; it answers as the cpu backend does.
+"""A backend that compiles: one file per graph, each told in a log. Its device is the simulated one, without torch.
 
 Variables: `TOYC_LOG` names the log, `TOYC_VERSION` the compiler's version, `TOYC_STOP_AT` the graph whose compile
 hangs, `TOYC_FAIL` and `TOYC_UNCOMPILABLE` what is wrong.
@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from djl_python_neuronx.artifacts.atomic import whole_file
+from djl_python_neuronx.backends import sim
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError
 
@@ -63,17 +64,15 @@ def _cut(plan: LoadPlan, target: Path) -> None:
 
 
 def load(plan: LoadPlan, compiled: Path | None = None):
-    from djl_python_neuronx.backends import cpu
-
     if uncompilable({}):
         assert compiled is None
-        return cpu.load(plan)
+        return sim.load(plan)
     assert compiled is not None
     for name in _graphs(plan):
         assert (compiled / name).read_text().strip() == repr(
             (plan.num_slots, plan.tensor_parallel_degree)
         )
-    return cpu.load(plan)
+    return sim.load(plan)
 
 
 def _graphs(plan):
