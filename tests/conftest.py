@@ -4,6 +4,7 @@ Hypothesis never judges speed here: how long an example takes says more about th
 `--hypothesis-profile=repeatable`, as CI runs it, the examples are the same each time.
 """
 
+import gc
 import logging
 import os
 import subprocess
@@ -55,6 +56,16 @@ def _logging_as_before():
 
 def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep modules and tests out of garbage collections, which would visit these millions of objects again and again."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def _missing_library(backend):

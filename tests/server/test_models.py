@@ -30,6 +30,13 @@ from tests.server.running import Running, answer, body, http
 NAMES = ("a", "b")
 
 
+@pytest.fixture(autouse=True)
+def _without_collections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader collects garbage after each load; the heap of a test process is so large that this takes a second."""
+    if "collections" not in request.node.name:
+        monkeypatch.setattr(service_module, "freeze_heap", lambda: None)
+
+
 class Pair:
     """A server of two models."""
 
