@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.engine.worker import EngineThread, WorkerSettings  # noqa: E402
 from djl_python_neuronx.errors import ConfigError, ServingError  # noqa: E402
 from djl_python_neuronx.loading import launch as launch_module  # noqa: E402
+from djl_python_neuronx.loading.engine_process import EngineJob  # noqa: E402
+from djl_python_neuronx.loading.launch import make_launch  # noqa: E402
 from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
+from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.telemetry import exposition  # noqa: E402
 from tests.backends.top_tokens import TINY, assert_top_tokens  # noqa: E402
@@ -76,6 +80,15 @@ def answers(
     return [(texts[name], reasons[name]) for name in names], counters
 
 
+def job(
+    options: dict[str, str], folder: Path = TINY, environ: Mapping[str, str] = MappingProxyType({})
+) -> EngineJob:
+    """Everything that the engine process gets."""
+    launch = make_launch(prepare_or_raise(None, folder, environ=environ, overrides=options))
+    launch.tokenizer().close()
+    return launch.job
+
+
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, tuple[str, str]]:
     found, counters = answers(PLAIN)
@@ -99,13 +112,13 @@ def test_a_compiled_output_has_its_draft_model_with_it(
     compile_model(str(TINY), str(output), environ={}, overrides=DRAFT)
     assert "option.speculative_draft_model=draft" in (output / "serving.properties").read_text()
     moved = output.rename(tmp_path / "elsewhere")
-    for found, counters in (
-        answers({"dtype": "fp32"}, moved),
-        # By its name too, when its `serving.properties` is not read.
-        answers({"dtype": "fp32", "model_id": str(moved)}, tmp_path),
-    ):
-        assert found == wanted
-        assert counters["accepted_draft_tokens_total"] > 0
+    found, counters = answers({"dtype": "fp32"}, moved)
+    assert found == wanted
+    assert counters["accepted_draft_tokens_total"] > 0
+    # By its name too, when its `serving.properties` is not read.
+    named = job({"dtype": "fp32", "model_id": str(moved)}, tmp_path)
+    assert named == job({"dtype": "fp32"}, moved)
+    assert len(named.models) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,14 +130,13 @@ def test_a_compiled_output_has_its_draft_model_with_it(
         "option.no_such_option=1",
     ],
 )
-def test_a_file_in_the_draft_models_folder_is_for_serving_it(
-    tmp_path: Path, line: str, wanted: dict[str, tuple[str, str]]
-) -> None:
+def test_a_file_in_the_draft_models_folder_is_for_serving_it(tmp_path: Path, line: str) -> None:
     draft = shutil.copytree(TINY, tmp_path / "draft")
+    options = {**DRAFT, "speculative_draft_model": str(draft)}
+    without = job(options)
     (draft / "serving.properties").write_text(f"engine=Python\n{line}\n")
-    found, counters = answers({**DRAFT, "speculative_draft_model": str(draft)})
-    assert found == wanted
-    assert counters["accepted_draft_tokens_total"] > 0
+    assert job(options) == without
+    assert len(without.models) == 2
 
 
 def test_the_threads_of_the_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,16 +157,11 @@ def test_the_threads_of_the_options_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == [2]
 
 
-def test_options_of_the_environment_are_not_the_draft_models(
-    wanted: dict[str, tuple[str, str]],
-) -> None:
+def test_options_of_the_environment_are_not_the_draft_models() -> None:
     environ = {"OPTION_N_POSITIONS": "64", "OPTION_MAX_ROLLING_BATCH_SIZE": "1"}
-    service = Service.load(None, TINY, environ=environ, overrides=DRAFT)
-    try:
-        assert service.loop.spec.num_speculative_tokens == 4
-        assert service.loop.spec.num_slots == 3
-    finally:
-        service.close()
+    found = job(DRAFT, environ=environ)
+    assert found == job(DRAFT)
+    assert [(one.plan.max_model_len, one.plan.num_slots) for one in found.models] == [(128, 3)] * 2
 
 
 def test_a_draft_model_that_cannot_be_used_is_named(tmp_path: Path) -> None:
