@@ -26,6 +26,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading import partition
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.partition import compile_model
+from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.service import Service
 from tests.doubles.neuron_machine import GRAPHS, TINY, load
@@ -52,7 +53,7 @@ class Inputs:
 
 
 def answer(model, **overrides):
-    """The answer of the model in a folder, and the options of its service."""
+    """The answer of the model in a folder."""
     service = Service.load(None, model, overrides=overrides)
     try:
         parsed, inbox = service.parse(BODY), BlockingQueue()
@@ -62,9 +63,14 @@ def answer(model, **overrides):
             for delta in inbox.drain(30.0):
                 text += parsed.formatter.feed(delta)
                 finished = delta.finished
-        return rounded(json.loads(text)), service.options
+        return rounded(json.loads(text))
     finally:
         service.close()
+
+
+def options_of(model, **overrides):
+    """The options with which the model in a folder is served."""
+    return prepare_or_raise(None, model, environ={}, overrides=overrides).options
 
 
 def test_a_properties_file_is_compiled_as_if_it_lay_beside_the_model(tmp_path):
@@ -93,10 +99,8 @@ def copied(output, tmp_path):
 
 
 def test_the_output_says_the_same(output):
-    wanted, options = answer(TINY, **SMALL)
-    found, pinned = answer(output)
-    assert found == wanted
-    assert wanted["generated_text"] == " Thursday Friday"
+    assert answer(output) == {"generated_text": " Thursday Friday"}
+    options, pinned = options_of(TINY, **SMALL), options_of(output)
     assert (pinned.n_positions, pinned.max_rolling_batch_size, pinned.model_loader) == (
         128,
         2,
@@ -106,12 +110,11 @@ def test_the_output_says_the_same(output):
 
 
 def test_an_output_keeps_its_pins_by_its_name(output, tmp_path):
-    named = answer(tmp_path, model_id=str(output))[1]
+    named = options_of(tmp_path, model_id=str(output))
     assert (named.n_positions, named.max_rolling_batch_size) == (128, 2)
     # Who sets another value has it.
-    assert answer(tmp_path, model_id=str(output), max_rolling_batch_size="3")[1] == (
-        named.model_copy(update={"max_rolling_batch_size": 3})
-    )
+    changed = options_of(tmp_path, model_id=str(output), max_rolling_batch_size="3")
+    assert changed == named.model_copy(update={"max_rolling_batch_size": 3})
 
 
 def test_a_manifest_gives_no_leave_to_run_code(copied, tmp_path):
@@ -120,7 +123,7 @@ def test_a_manifest_gives_no_leave_to_run_code(copied, tmp_path):
     manifest["effective_options"] |= {"trust_remote_code": True, "max_waiting": 7}
     path.write_text(json.dumps(manifest))
     (tmp_path / "empty").mkdir()
-    options = answer(tmp_path / "empty", model_id=str(copied))[1]
+    options = options_of(tmp_path / "empty", model_id=str(copied))
     assert (options.trust_remote_code, options.max_waiting) == (False, 7)
 
 
@@ -321,7 +324,7 @@ def test_djls_partition(tmp_path):
     (out / "serving.properties").write_text("engine=Python\noption.n_positions=128\n")
     for path in TINY.glob("*.json"):
         shutil.copy(path, out)
-    assert answer(out, model_loader="cpu")[1].n_positions == 128
+    assert options_of(out, model_loader="cpu").n_positions == 128
 
 
 @pytest.mark.parametrize(

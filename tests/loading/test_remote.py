@@ -20,14 +20,6 @@ from tests.doubles.s3_rig import KEYS
 
 pytest_plugins = ["tests.doubles.s3_fixtures", "tests.doubles.neuron_fixtures"]
 
-CPU = {
-    "model_loader": "cpu",
-    "n_positions": "64",
-    "max_rolling_batch_size": "2",
-    "skip_warmup": "true",
-}
-
-
 @pytest.fixture
 def aws(machine, proxy):
     """The machine reaches S3 through the proxy."""
@@ -41,12 +33,12 @@ def put_tiny(bucket):
             bucket.put_object(Bucket="models", Key=f"tiny/{path.name}", Body=path.read_bytes())
 
 
-def test_a_model_in_s3_is_served_and_fetched_once(aws, bucket, tmp_path, caplog):
+def test_a_model_in_s3_is_served_and_fetched_once(aws, bucket, options, tmp_path, caplog):
     put_tiny(bucket)
     caplog.set_level(logging.INFO, "djl_python_neuronx")
     seen = []
     for _ in range(2):
-        load(aws, {**CPU, "model_id": "s3://models/tiny"}, tmp_path)
+        load(aws, {**options, "model_id": "s3://models/tiny"}, tmp_path)
         seen.append(caplog.text.count("transfer_done uri=s3://models/tiny/"))
     assert seen == [1, 1]
     fetched = [record.getMessage() for record in caplog.records if record.msg.startswith("fetched")]
@@ -56,16 +48,17 @@ def test_a_model_in_s3_is_served_and_fetched_once(aws, bucket, tmp_path, caplog)
     assert "seconds=" in fetched[0]
 
 
-def test_a_simulated_device_fetches_no_weights(aws, bucket, tmp_path):
+def test_a_simulated_device_fetches_no_weights(aws, bucket, options, tmp_path):
     put_tiny(bucket)
-    for options, num_files in (({**CPU, "model_loader": "sim"}, 0), (CPU, 1)):
-        load(aws, {**options, "model_id": "s3://models/tiny"}, tmp_path)
+    for loader, num_files in (("sim", 0), ("tnx", 1)):
+        named = {**options, "model_loader": loader, "model_id": "s3://models/tiny"}
+        load(aws, named, tmp_path)
         assert len([*(tmp_path / "downloads").rglob("model.safetensors")]) == num_files
 
 
-def test_a_model_that_s3_does_not_have(aws, tmp_path):
+def test_a_model_that_s3_does_not_have(aws, options, tmp_path):
     with pytest.raises(ArtifactNotFoundError, match="s3://models/none/"):
-        load(aws, {**CPU, "model_id": "s3://models/none"}, tmp_path)
+        load(aws, {**options, "model_id": "s3://models/none"}, tmp_path)
 
 
 def test_an_output_in_s3_is_served(aws, bucket, options, tmp_path):
@@ -106,16 +99,16 @@ def test_a_draft_model_is_fetched_too(aws, bucket, options):
     ).read_bytes()
 
 
-def test_a_model_of_the_hub_is_served(machine, tmp_path):
+def test_a_model_of_the_hub_is_served(machine, options, tmp_path):
     hub = Hub()
     try:
         hub.models["ours/tiny"] = {
             path.name: path.read_bytes() for path in TINY.iterdir() if path.is_file()
         }
         machine.set(HF_ENDPOINT=hub.url, HF_HOME=tmp_path / "hf")
-        assert load(machine, {**CPU, "model_id": "ours/tiny"}, tmp_path) == (0, 0)
+        assert load(machine, {**options, "model_id": "ours/tiny"}, tmp_path) == (0, 1)
         hub.loaded.clear()
-        load(machine, {**CPU, "model_id": "ours/tiny", "revision": "main"}, tmp_path)
+        load(machine, {**options, "model_id": "ours/tiny", "revision": "main"}, tmp_path)
         assert not hub.loaded
     finally:
         hub.close()

@@ -264,7 +264,7 @@ class Loads:
         assert self.go_on[name].wait(PATIENCE_S)
         if self.failures:
             raise self.failures[0]
-        return self.pair.load(name, on_death=on_death)
+        return self.pair.load(name, on_death=on_death, before=more.get("before"))
 
     def end(self) -> None:
         for event in self.go_on.values():
