@@ -60,7 +60,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Keep modules and tests out of garbage collections, which would visit these millions of objects again and again."""
+    """Keep modules and tests, a million objects that stay, out of garbage collections."""
     gc.disable()
     result = yield
     gc.enable()

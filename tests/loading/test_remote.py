@@ -20,6 +20,7 @@ from tests.doubles.s3_rig import KEYS
 
 pytest_plugins = ["tests.doubles.s3_fixtures", "tests.doubles.neuron_fixtures"]
 
+
 @pytest.fixture
 def aws(machine, proxy):
     """The machine reaches S3 through the proxy."""
