@@ -215,8 +215,9 @@ def _open(properties: Mapping[str, Any], *, in_event_loop: bool) -> None:
     from djl_python_neuronx.config.djl_serving import chunked_read_timeout_s
     from djl_python_neuronx.config.sources import environment
     from djl_python_neuronx.loading.failed_loads import FailedLoads
+    from djl_python_neuronx.loading.load_memory import freeze_heap
     from djl_python_neuronx.protocol.djl_doors import AsyncDoor, PlainDoor, RollingBatchDoor
-    from djl_python_neuronx.service import Service, freeze_heap
+    from djl_python_neuronx.service import Service
 
     # Source: PyProcess.java. Java decides by this property alone, so options from other sources do not count.
     rolling = properties.get("rolling_batch", "disable") != "disable"

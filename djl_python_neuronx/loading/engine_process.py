@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -26,6 +27,7 @@ from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Pro
 from djl_python_neuronx.engine.worker import WorkerSettings, work
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.loading.guard import guarded, outlive_stops
+from djl_python_neuronx.loading.load_memory import freeze_heap
 from djl_python_neuronx.telemetry import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -157,6 +159,13 @@ class EngineProcess:
         return None
 
 
+def load_engine(job: EngineJob) -> Engine:
+    """Load an engine that no collection of Python's garbage delays for long: most objects of the process exist then."""
+    engine = job.load()
+    freeze_heap()
+    return engine
+
+
 def main() -> None:
     """The engine process: its standard input is the connection to the front."""
     outlive_stops()
@@ -174,4 +183,4 @@ def main() -> None:
     job = _JOB.validate_json(message[0])
     setup_logging(*job.logging)
     logger.info("engine_process pid=%d copy=%d", os.getpid(), job.copy)
-    sys.exit(0 if work(link, job.load, job.worker) else 1)
+    sys.exit(0 if work(link, partial(load_engine, job), job.worker) else 1)

@@ -1,7 +1,8 @@
-"""Loads side by side within the host's memory."""
+"""Memory of the host: loads side by side within it, and the objects that stay after a load."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -53,3 +54,15 @@ class LoadMemory:
 
 LOAD_MEMORY = LoadMemory()
 """The loads of this process."""
+
+
+def freeze_heap() -> None:
+    """Keep all objects that live now out of Python's garbage collections; collect those that a reload has left first.
+
+    A collection stops all streams. In the front it takes 0.17 s in every 6 s if it visits these objects, and 0.05 s if
+    not (four engines, 400 streams); in an engine with torch and transformers 0.21 s, and less than 0.1 ms if not (2
+    vCPU VMs, 2026-11).
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.errors import BackendUnavailableError, ConfigError, ServingError
+from djl_python_neuronx.loading.load_memory import freeze_heap
 from djl_python_neuronx.telemetry import log_load_failure
 
 if TYPE_CHECKING:
@@ -239,7 +240,6 @@ class Loader:
         missing = [model for model in self._loads if model.service is None]
         if len(missing) == len(self._loads) or (missing and self._exit_on_error):
             return
-        from djl_python_neuronx.service import freeze_heap
 
         freeze_heap()
         while self._wanted.get():

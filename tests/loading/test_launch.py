@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading import launch as launch_module
-from djl_python_neuronx.loading.engine_process import EngineJob
+from djl_python_neuronx.loading.engine_process import EngineJob, ModelJob, load_engine
 from djl_python_neuronx.loading.launch import make_launch
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from tests.doubles.neuron_machine import GRAPHS, TINY
@@ -56,3 +59,13 @@ def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
     launch.tokenizer().close()
     assert len(launch.starts) == copies
     assert launch.job.models[0].plan.num_threads == threads
+
+
+def test_no_collection_visits_what_lives_when_an_engine_is_loaded() -> None:
+    plan = LoadPlan(Path(TINY), 1, 16, (8,), sim_step_ms=0.0)
+    gc.unfreeze()
+    try:
+        load_engine(EngineJob((ModelJob("sim", plan),))).close()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
