@@ -35,7 +35,7 @@ help: ## this list
 install: $(INSTALLED) ## the package and its tools in .venv
 
 # The stamp is written last: an installation that was cut off starts again.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(if $(UPGRADE),always)
+$(INSTALLED): pyproject.toml djl_python_neuronx/engine/sampling.c $(CONSTRAINTS) $(if $(UPGRADE),always)
 	@echo "Installing [$(EXTRAS)] in $(VENV): 1 GB with the CPU build of torch, 5 GB with PyPI's (see PIP_ARGS)."
 	$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from djl_python_neuronx.engine import native, sampler
 from djl_python_neuronx.planning import backend_choice, machines
 from tests.djl.java import missing_programs
 
@@ -52,6 +53,14 @@ def _logging_as_before():
     if root.handlers is not handlers:
         root.handlers = handlers
         logging.captureWarnings(False)
+
+
+if os.environ.get("DJL_NEURONX_NATIVE") == "0":
+    sampler.load = lambda _library: native.load(None)
+
+
+def pytest_report_header():
+    return f"sampler: {'numpy' if sampler.Sampler(1, 1)._kernel is None else 'compiled kernel'}"
 
 
 def pytest_addoption(parser):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import BytesParser
@@ -32,10 +34,11 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout
 
 
-def hatchling(folder: Path, *arguments: str) -> str:
+def hatchling(folder: Path, *arguments: str, **environ: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "hatchling", *arguments]
+    own = {**os.environ, **environ}
     ran = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=own, capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
@@ -70,11 +73,14 @@ def built(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     hatchling(folder, "build", "-d", str(folder / "dist"))
+    hatchling(folder, "build", "-t", "wheel", "-d", str(folder / "pure"), CC="no-such-compiler")
     return folder / "dist"
 
 
 def test_the_wheel_has_the_package_and_the_docs_alone(built: Path, tracked: list[str]) -> None:
-    with zipfile.ZipFile(built / "djl_python_neuronx-9.8.7-py3-none-any.whl") as wheel:
+    (pure,) = built.with_name("pure").iterdir()
+    assert pure.name == "djl_python_neuronx-9.8.7-py3-none-any.whl"
+    with zipfile.ZipFile(pure) as wheel:
         names = wheel.namelist()
         metadata = BytesParser().parsebytes(
             wheel.read("djl_python_neuronx-9.8.7.dist-info/METADATA")
@@ -89,6 +95,14 @@ def test_the_wheel_has_the_package_and_the_docs_alone(built: Path, tracked: list
     assert metadata["License-Expression"] == "Apache-2.0"
     assert {"cpu", "server", "s3", "check"} <= set(metadata.get_all("Provides-Extra"))
     assert "djl-neuronx = djl_python_neuronx.cli:main" in scripts
+    (whole,) = built.glob("*.whl")
+    if shutil.which("cc") and sys.platform == "linux":
+        platform = sysconfig.get_platform().replace("-", "_")
+        assert whole.name == f"djl_python_neuronx-9.8.7-py3-none-{platform}.whl"
+        package.add("djl_python_neuronx/engine/_sampling.so")
+    with zipfile.ZipFile(whole) as wheel:
+        there = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert there == package
 
 
 def test_the_sdist_has_what_git_has(built: Path, tracked: list[str]) -> None:

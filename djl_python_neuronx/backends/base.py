@@ -61,7 +61,7 @@ class ModelSpec:
     """Smallest and largest temperature of a request that a device draws rightly, None without a largest; greedy ones
     have none."""
     applies_top_p: bool = True
-    """A device that samples keeps the tokens of a top_p below 1 that `in_nucleus` of the host's sampler keeps."""
+    """A device that samples keeps the tokens of a top_p below 1 that the host's sampler keeps."""
     fixed_sampling: tuple[float, float, float] | None = None
     """The compiled top_k, top_p and temperature of a device that samples every row alike, else None."""
     mixed_steps: bool = False

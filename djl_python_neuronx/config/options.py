@@ -286,6 +286,12 @@ class BatchingOptions(OptionGroup):
     decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""
+    native_sampling: Annotated[bool, Option(env=("DJL_NEURONX_NATIVE",))] = True
+    """Sample with the compiled kernel, where the package has one. False: with numpy, which gives the same tokens later.
+    """
+    sampling_threads: Annotated[Count | None, Option()] = None
+    """Threads of the host that sample the rows of one step, of each copy (`replicas`). Default: one. Only the compiled
+    kernel has more, and uses them where a step has enough rows."""
     max_join_wait_ms: Annotated[Amount, Option()] = 100
     """Milliseconds that new requests wait for each other before they join a static batch, where every join prefills all
     running sequences again. The decode steps of `decode_interleave` run first in any case. Requests do not wait while

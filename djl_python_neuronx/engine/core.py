@@ -99,8 +99,12 @@ class Engine:
         decode_interleave: int = 1,
         max_join_wait_s: float = 0.0,
         proposer: Proposer | None = None,
+        make_sampler: Callable[[int, int], Sampler] = Sampler,
     ) -> None:
-        """`proposer` drafts tokens for the backend to verify; not used where `spec.num_speculative_tokens` is 0."""
+        """`proposer` drafts tokens for the backend to verify; not used where `spec.num_speculative_tokens` is 0.
+
+        `make_sampler` gets the numbers of slots and of tokens.
+        """
         self.spec = backend.spec
         self.runner = Runner(backend)
         self.dead: BackendError | None = None
@@ -115,7 +119,7 @@ class Engine:
                 waiting.request.prompt_ids, waiting.request.adapter
             ),
         )
-        self._sampler = Sampler(self.spec.num_slots, self.spec.vocab_size)
+        self._sampler = make_sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
         self.proposer = proposer
         self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)

@@ -23,6 +23,8 @@ from djl_python_neuronx.backends.base import Backend, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.link import Link
+from djl_python_neuronx.engine.native import LIBRARY
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.engine.worker import WorkerSettings, work
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
@@ -59,6 +61,9 @@ class EngineJob:
     """Longest match of the prompt look-up, which proposes drafts if there is no draft model."""
     decode_interleave: int = 1
     max_join_wait_s: float = 0.0
+    native_sampling: bool = True
+    """Sample with the compiled kernel, where the package has one."""
+    sampling_threads: int = 1
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     logging: tuple[str, str] = ("INFO", "text")
     """See `log_settings`."""
@@ -83,6 +88,11 @@ class EngineJob:
             decode_interleave=self.decode_interleave,
             max_join_wait_s=self.max_join_wait_s,
             proposer=proposer,
+            make_sampler=partial(
+                Sampler,
+                library=LIBRARY if self.native_sampling else None,
+                threads=self.sampling_threads,
+            ),
         )
 
     def _load_proposer(self, backend: Backend, draft: ModelJob | None = None) -> Proposer | None:

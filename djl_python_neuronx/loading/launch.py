@@ -92,6 +92,8 @@ def make_launch(
         ngram_prompt_lookup_max=options.ngram_prompt_lookup_max or 1,
         decode_interleave=options.decode_interleave,
         max_join_wait_s=options.join_wait_s,
+        native_sampling=options.native_sampling,
+        sampling_threads=options.sampling_threads or 1,
         worker=WorkerSettings(
             options.queue_timeout or options.predict_timeout, warm_up=not options.skip_warmup
         ),

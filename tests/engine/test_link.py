@@ -150,7 +150,7 @@ def test_every_field_of_a_job_reaches_the_engine() -> None:
     job = EngineJob(
         (ModelJob("tnx", plan, Path("/graphs")), ModelJob("cpu", plan)), ngram_prompt_lookup_max=3,
         decode_interleave=2, max_join_wait_s=0.5, worker=WorkerSettings(7.5, warm_up=True),
-        logging=("DEBUG", "json"), copy=5,
+        logging=("DEBUG", "json"), copy=5, native_sampling=False, sampling_threads=4,
     )  # fmt: skip
     all_set(job, EngineJob(()))
     all_set(job.worker, WorkerSettings())
