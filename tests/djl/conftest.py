@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import contextmanager
 
 import pytest
 
 from djl_python_neuronx.service import Service
 from tests.clients.front import Answer, front
 from tests.djl.folders import MAX_RUNNING, MAX_WAITING, MODEL, MODES, write_model
+from tests.djl.questions import CHECKS, body
 
 
 @pytest.fixture(scope="session", params=MODES)
@@ -55,12 +57,10 @@ def url(served):
         yield url
 
 
-@pytest.fixture(scope="session")
-def alone():
-    """Answer a body with a service of this process: what the cpu backend gives by itself."""
-    service = Service.load(
-        None, MODEL, overrides={"model_loader": "cpu", "max_rolling_batch_size": str(MAX_RUNNING)}
-    )
+@contextmanager
+def answering(**overrides):
+    """A service of this process; yields a function from a body to the content of its answer."""
+    service = Service.load(None, MODEL, overrides=overrides)
 
     async def content(body):
         parsed = service.parse(json.dumps(body).encode())
@@ -69,3 +69,18 @@ def alone():
 
     yield lambda body: asyncio.run(content(body))
     service.close()
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """Answer a body as the cpu backend does by itself."""
+    with answering(model_loader="cpu", max_rolling_batch_size=str(MAX_RUNNING)) as answer:
+        yield answer
+
+
+@pytest.fixture(scope="session")
+def made_up():
+    """The texts that follow the prompts of `CHECKS` on a simulated device by itself."""
+    with answering(model_loader="sim", sim_step_ms="0", engine_process="false") as answer:
+        bodies = [body(check["prompt"], check["max_new_tokens"]) for check in CHECKS[:24]]
+        return [json.loads(answer(each))["generated_text"] for each in bodies]

@@ -11,6 +11,8 @@ MODES = {
     "plain": {"rolling_batch": "disable"},
 }
 MAX_RUNNING, MAX_WAITING = 8, 16
+SIMULATED = {"model_loader": "sim", "sim_step_ms": 5}
+"""Options of a device that is simulated: its engine process starts in a second, without torch."""
 
 
 def write_model(folder, mode, *, workers=1, **options):

@@ -9,12 +9,11 @@ import time
 
 import pytest
 
-from tests.djl.folders import MODEL, MODES, write_model, write_toy
+from tests.djl.folders import MODEL, MODES, SIMULATED, write_model, write_toy
 from tests.djl.java import LoadError
 from tests.djl.questions import CHECKS, LONG, ask, body, toy_body
 from tests.processes import PATIENCE_S, alive, engines, tree, wait_gone, wait_until
 
-pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl
 
 
@@ -45,14 +44,14 @@ def test_too_little_memory_is_javas_own_error(mode, start_java, tmp_path):
         java.load("toy", folder)
 
 
-def test_settings_may_all_come_from_the_environment(start_java, tmp_path):
+def test_settings_may_all_come_from_the_environment(start_java, tmp_path, made_up):
     """A model that is unloaded leaves nothing then, and costs the others nothing.
 
     DJL Serving writes a file for HF_MODEL_ID, and passes `OPTION_*` to Java's engine, which decides the mode by them.
     """
     options = {
         "entryPoint": "djl_python_neuronx.handler",
-        "model_loader": "cpu",
+        "model_loader": "sim",
         "max_rolling_batch_size": "4",
         "n_positions": "256",
     }
@@ -67,7 +66,7 @@ def test_settings_may_all_come_from_the_environment(start_java, tmp_path):
             java.end_load(mode)
         too_long = "one two three " * 100
         for mode in MODES:
-            ask(java, mode)
+            ask(java, mode, made_up)
             (answer,) = java.submit(mode, body(too_long))
             assert answer.wait().status == 413, "OPTION_N_POSITIONS has no effect"
         # The asynchronous one last: Java takes its own stop for a death there, and starts the worker again.
@@ -79,20 +78,20 @@ def test_settings_may_all_come_from_the_environment(start_java, tmp_path):
             java.unload(mode)
             wait_gone(processes)
             for other in modes:
-                ask(java, other)
+                ask(java, other, made_up)
         assert java.end() == 0
 
 
-def test_plain_models_are_loaded_unloaded_and_loaded_again(start_java, tmp_path):
+def test_plain_models_are_loaded_unloaded_and_loaded_again(start_java, tmp_path, made_up):
     """As SageMaker's multi-model endpoints do. In the other modes Java keeps what it has unloaded, or loads no more."""
     folders = {}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        folders[name] = write_model(tmp_path / name, "plain")
+        folders[name] = write_model(tmp_path / name, "plain", **SIMULATED)
     with start_java() as java:
         for name in ("a", "b", "a"):
             java.load(name, folders[name])
-            ask(java, name)
+            ask(java, name, made_up)
             (pid,) = java.workers()
             processes = tree(pid)
             assert engines(pid)
@@ -116,10 +115,10 @@ def test_java_gets_the_metrics_and_the_level_of_each_line(start_java, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_java_warns_of_no_event_of_the_engine(mode, start_java, tmp_path):
+def test_java_warns_of_no_event_of_the_engine(mode, start_java, tmp_path, made_up):
     with start_java() as java:
-        java.load("tiny", write_model(tmp_path, mode))
-        ask(java, "tiny")
+        java.load("tiny", write_model(tmp_path, mode, **SIMULATED))
+        ask(java, "tiny", made_up)
         java.wait_log("engine_process pid=")
         (line,) = [line for line in java.log if "engine_process pid=" in line]
         assert "-stdout: INFO::" in line
@@ -128,7 +127,8 @@ def test_java_warns_of_no_event_of_the_engine(mode, start_java, tmp_path):
 @pytest.fixture(scope="module")
 def mortal(mode, start_java, tmp_path_factory):
     """A JVM with a model whose processes may be killed, and the model's folder."""
-    folder = write_model(tmp_path_factory.mktemp("mortal"), mode, max_rolling_batch_size=8)
+    folder = tmp_path_factory.mktemp("mortal")
+    write_model(folder, mode, max_rolling_batch_size=8, **SIMULATED)
     with start_java() as java:
         java.load("tiny", folder)
         yield java, folder
@@ -137,13 +137,19 @@ def mortal(mode, start_java, tmp_path_factory):
         wait_gone(left)
 
 
+VICTIMS = {"rolling": 4, "async": 4, "plain": 2}
+"""Requests that run when a process is killed. Plain calls run one after the other, each for two seconds."""
+
+
 def engine_of(worker):
     """The id of the engine process."""
     (engine,) = wait_until(lambda: engines(worker))
     return engine
 
 
-def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(mortal):
+def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(
+    mortal, mode, made_up
+):
     java, folder = mortal
     (worker,) = java.workers(folder)
     checks = CHECKS[:16]
@@ -152,27 +158,27 @@ def test_every_request_ends_when_the_engine_is_killed_and_later_ones_are_right(m
         for i, check in enumerate(checks)
     ]
     for _ in range(2):
-        victims = java.submit("tiny", *[LONG] * 4)
+        victims = java.submit("tiny", *[LONG] * VICTIMS[mode])
         answers = java.submit("tiny", *bodies)
         assert victims[0].started.wait(PATIENCE_S)
         engine = engine_of(worker)
         os.kill(engine, signal.SIGKILL)
         ends = [json.loads(v.wait().content.splitlines()[-1]) for v in [*victims, *answers]]
         assert ends[0]["code"] == 503  # it had sent a token
-        for end, check in zip(ends[len(victims) :], checks, strict=True):
-            assert end.get("code", 200) >= 500 or end["generated_text"] == check["completion"]
+        for end, text in zip(ends[len(victims) :], made_up[: len(checks)], strict=True):
+            assert end.get("code", 200) >= 500 or end["generated_text"] == text
         assert all(answer.errors == [] for answer in [*victims, *answers])
-        ask(java, "tiny", len(checks))
+        ask(java, "tiny", made_up, len(checks))
         assert not alive(engine)
     assert java.workers(folder) == [worker]
 
 
-def test_a_killed_worker_leaves_no_process_and_java_starts_another(mortal, mode):
+def test_a_killed_worker_leaves_no_process_and_java_starts_another(mortal, mode, made_up):
     java, folder = mortal
-    ask(java, "tiny")
+    ask(java, "tiny", made_up)
     (pid,) = java.workers(folder)
     processes = tree(pid)
-    victims = java.submit("tiny", *[LONG] * 4)
+    victims = java.submit("tiny", *[LONG] * VICTIMS[mode])
     assert victims[0].started.wait(PATIENCE_S)
     os.kill(pid, signal.SIGKILL)
     wait_gone(processes)
@@ -189,5 +195,5 @@ def test_a_killed_worker_leaves_no_process_and_java_starts_another(mortal, mode)
         return any(answer.status == 200 for answer in answers)
 
     wait_until(answers_again, java.tail)
-    ask(java, "tiny")
+    ask(java, "tiny", made_up)
     assert len(java.workers(folder)) == 1

@@ -407,6 +407,7 @@ def test_of_too_many_connections_the_oldest_without_a_request_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http, "SPARE_CONNECTIONS", 1)
+    monkeypatch.setattr(http, "LINGER_S", SHORT_S)
     with serving(max_connections=2) as server:
         held = [connect(server)]
         held[0].sendall(post(REQUEST))
