@@ -18,6 +18,7 @@ pytest.importorskip("httpx", reason="needs httpx")
 
 from djl_python_neuronx import service as service_module
 from djl_python_neuronx.errors import BackendError, BackendUnavailableError, StepError
+from djl_python_neuronx.server import models
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Loader, Model
 from djl_python_neuronx.service import Service
@@ -34,7 +35,7 @@ NAMES = ("a", "b")
 def _without_collections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader collects garbage after each load; the heap of a test process is so large that this takes a second."""
     if "collections" not in request.node.name:
-        monkeypatch.setattr(service_module, "freeze_heap", lambda: None)
+        monkeypatch.setattr(models, "freeze_heap", lambda: None)
 
 
 class Pair:
