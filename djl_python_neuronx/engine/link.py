@@ -86,7 +86,8 @@ class Link:
     @property
     def backlog(self) -> int:
         """Messages that wait to be written; 0 once the connection has ended."""
-        return self._outbox.qsize() if self._writer.is_alive() else 0
+        waiting = self._outbox.qsize()
+        return waiting if waiting and self._writer.is_alive() else 0
 
     def end(self) -> None:
         """End the connection for both sides at once. Any thread; idempotent."""
