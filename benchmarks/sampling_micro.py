@@ -1,6 +1,7 @@
 """Microseconds of one `Sampler.sample` call, median over fresh logits from a ring of at least 64 MB.
 
-``read`` is the time to read the logits once (their maximum), the floor on this machine.
+``read`` is the time to read the logits once (their maximum) with numpy on one thread. ``threads``: of the compiled
+kernel; 0 is numpy. All settings of a batch take turns, so that a busy moment of the machine meets all of them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
+from djl_python_neuronx.engine.native import LIBRARY, load
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -28,7 +31,6 @@ SETTINGS = {
     "greedy_rep": SamplingParams(repetition_penalty=1.1),
 }
 _RING_BYTES = 64 << 20
-_MIN_CALLS = 40
 
 
 def fresh_logits(batch: int, vocab: int, kind: str, rng: np.random.Generator) -> Float32Array:
@@ -42,24 +44,34 @@ def fresh_logits(batch: int, vocab: int, kind: str, rng: np.random.Generator) ->
     return logits
 
 
-def median_us(step: Step, ring: list[Float32Array], count: int) -> float:
-    """Median time of a step over `count` logits of the ring, after one that warms up."""
-    step(ring[-1], 0)
-    times = []
-    for i in range(count):
-        start = time.perf_counter_ns()
-        step(ring[i % len(ring)], i)
-        times.append(time.perf_counter_ns() - start)
-    return round(float(np.median(times)) / 1000, 1)
+def medians_us(steps: list[Step], ring: list[Float32Array], count: int) -> list[float]:
+    """Median time of each step over `count` logits of the ring, after one that warms up."""
+    times = np.empty((count, len(steps)))
+    for i in range(-1, count):
+        for j, step in enumerate(steps):
+            logits = ring[(i * len(steps) + j) % len(ring)]
+            start = time.perf_counter_ns()
+            step(logits, i + 1)
+            times[i, j] = time.perf_counter_ns() - start
+    return [round(float(median) / 1000, 1) for median in np.median(times, axis=0)]
 
 
-def sampling_step(params: SamplingParams, batch: int, vocab: int, prompt_len: int) -> Step:
+def sampling_step(
+    params: SamplingParams, batch: int, vocab: int, prompt_len: int, threads: int
+) -> Step:
     """A sampler with every slot taken, as a function of logits and position."""
-    sampler, slots = Sampler(batch, vocab), np.arange(batch, dtype=np.int32)
+    library = LIBRARY if threads else None
+    sampler = Sampler(batch, vocab, library=library, threads=max(threads, 1))
+    slots, positions = np.arange(batch, dtype=np.int32), np.zeros(batch, np.int32)
     rng = np.random.default_rng(1)
     for slot in range(batch):
         sampler.assign(slot, params, rng.integers(0, vocab, prompt_len).tolist(), slot)
-    return lambda logits, i: sampler.sample(logits, slots, np.full(batch, i, np.int32))
+
+    def step(logits: Float32Array, i: int) -> object:
+        positions.fill(i)
+        return sampler.sample(logits, slots, positions)
+
+    return step
 
 
 def main() -> None:
@@ -68,26 +80,28 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 128_256])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument(
-        "--logits", nargs="+", choices=["peaked", "flat"], default=["peaked", "flat"]
-    )
+    parser.add_argument("--logits", nargs="+", choices=["peaked", "flat"], default=["peaked"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--calls", type=int, default=100, help="that a median is taken of")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of history at the start")
     args = parser.parse_args()
+    if max(args.threads) and load(LIBRARY) is None:
+        parser.error("no kernel: run python -m tools.build_native, or give --threads 0")
     rng = np.random.default_rng(0)
-    for vocab in args.vocab:
-        for batch in args.batch:
-            for kind in args.logits:
-                length = max(2, -(-_RING_BYTES // (batch * vocab * 4)))
-                ring = [fresh_logits(batch, vocab, kind, rng) for _ in range(min(length, 64))]
-                ring += [ring[i % 64].copy() for i in range(64, length)]
-                calls = max(_MIN_CALLS, min(length, 400))
-                read = median_us(lambda logits, _: logits.max(axis=1), ring, calls)
-                for name in args.setting:
-                    step = sampling_step(SETTINGS[name], batch, vocab, args.prompt)
-                    row = {"vocab": vocab, "batch": batch, "setting": name, "logits": kind}
-                    row |= {"us": median_us(step, ring, calls), "read_us": read}
-                    sys.stdout.write(json.dumps(row) + "\n")
-                    sys.stdout.flush()
+    for vocab, batch, kind in product(args.vocab, args.batch, args.logits):
+        length = max(3, -(-_RING_BYTES // (batch * vocab * 4)))
+        ring = [fresh_logits(batch, vocab, kind, rng) for _ in range(min(length, 64))]
+        ring += [ring[i % 64].copy() for i in range(64, length)]
+        names = list(product(args.setting, args.threads))
+        steps: list[Step] = [lambda logits, _: logits.max(axis=1)]
+        for name, threads in names:
+            steps.append(sampling_step(SETTINGS[name], batch, vocab, args.prompt, threads))
+        read, *found = medians_us(steps, ring, args.calls)
+        for (name, threads), us in zip(names, found, strict=True):
+            row = {"vocab": vocab, "batch": batch, "setting": name, "logits": kind}
+            row |= {"threads": threads, "us": us, "read_us": read}
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

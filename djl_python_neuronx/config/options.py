@@ -287,8 +287,7 @@ class BatchingOptions(OptionGroup):
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""
     native_sampling: Annotated[bool, Option(env=("DJL_NEURONX_NATIVE",))] = True
-    """Sample with the compiled kernel, where the package has one. False: with numpy, which gives the same tokens later.
-    """
+    """Sample with the compiled kernel, where the package has one. False: with numpy, which gives the same tokens."""
     sampling_threads: Annotated[Count | None, Option()] = None
     """Threads of the host that sample the rows of one step, of each copy (`replicas`). Default: one. Only the compiled
     kernel has more, and uses them where a step has enough rows."""

@@ -250,12 +250,12 @@ class Sampler:
         """
         if self._kernel is not None:
             return self._kernel.sample(logits, slots, positions, note)
-        tokens = np.full(len(slots), -1, np.int32)
+        rows, tokens = np.asarray(logits, np.float32), np.full(len(slots), -1, np.int32)
         with np.errstate(over="ignore", invalid="ignore"):
             for i, (slot, position) in enumerate(
                 zip(slots.tolist(), positions.tolist(), strict=True)
             ):
-                tokens[i] = self._token(logits[i], slot, position)
+                tokens[i] = self._token(rows[i], slot, position)
         if note:
             noted = (tokens >= 0) & (self._rules["penalty"][slots] != 1)
             self._seen[slots[noted], tokens[noted]] = True

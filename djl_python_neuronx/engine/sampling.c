@@ -5,7 +5,7 @@
  * subtraction, multiplication, division and comparison, each rounded by itself (-ffp-contract=off, no -ffast-math), and
  * all sums have a defined order. Plain loops over neighbours are what compilers vectorise.
  *
- * Neither Python nor numpy is needed to build it; native.py loads it with ctypes. It allocates nothing: the caller owns
+ * Neither Python's nor numpy's headers are needed; native.py loads it with ctypes. It allocates nothing: the caller owns
  * all memory, scratch included.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -43,6 +43,18 @@ struct rules {
     int32_t top_k; /* 0: off; 1: greedy */
 };
 
+/* An array of numpy: the structure of its array interface protocol (PyArrayInterface). */
+struct array {
+    int two;
+    int num_axes;
+    char kind;
+    int itemsize;
+    int flags;
+    intptr_t *shape;
+    intptr_t *strides; /* in bytes */
+    void *data;
+};
+
 /* One sampler, and the buffers of its calls; `_State` in native.py. */
 struct sampler {
     int64_t vocab_size;
@@ -50,10 +62,11 @@ struct sampler {
     int64_t max_threads;
     const struct rules *rules; /* [num_slots] */
     uint8_t *seen;             /* [num_slots][vocab_size]: 1 for a token of a history */
-    const int32_t *slots;      /* [num_slots]; of the rows of a call, as the next two */
-    const int32_t *positions;
+    int32_t *slots;            /* [num_slots]; of the rows of a call, as the next two */
+    int32_t *positions;
     int32_t *tokens;
     float *scratch; /* [max_threads][scratch_size()] */
+    void *(*pointer)(void *capsule, const char *name); /* Python's PyCapsule_GetPointer */
 };
 
 enum {
@@ -543,16 +556,44 @@ static void share_rows(struct call *call, int64_t threads)
 
 EXPORT uint32_t version(void) { return VERSION; }
 
-/*
- * Sample the rows of `logits`, which are `stride` bytes apart, into `tokens`. `note`: enter them into the histories.
- * Returns `count`, or the first row whose slot does not exist, before anything is written.
- */
-EXPORT int64_t sample(const struct sampler *s, const char *logits, int64_t stride, int64_t count, int32_t note)
+/* 1 if the elements of an array are of a kind, aligned and in the machine's order of bytes. */
+static int holds(const struct array *array, char kind)
 {
-    for (int64_t i = 0; i < count; i++)
+    return array->kind == kind && array->itemsize == 4 && (array->flags & 0x300) == 0x300;
+}
+
+static int32_t element(const struct array *array, int64_t i)
+{
+    return *(const int32_t *)((const char *)array->data + i * array->strides[0]);
+}
+
+enum { WRONG_TYPE = -1, WRONG_SHAPE = -2, WRONG_SLOT = -3 };
+
+/*
+ * Sample the rows of `logits`, float32[B, vocab_size] with contiguous rows, into `tokens`. All arrays are capsules, as
+ * numpy's `__array_struct__`. `note`: enter the tokens into the histories. Returns B, or before anything is written:
+ * WRONG_TYPE, also for rows that are not contiguous, WRONG_SHAPE, or WRONG_SLOT less the row with a slot that does not
+ * exist.
+ */
+EXPORT int64_t sample(const struct sampler *s, void *logits, void *slots, void *positions, int32_t note)
+{
+    const struct array *rows = s->pointer(logits, NULL), *of = s->pointer(slots, NULL);
+    const struct array *at = s->pointer(positions, NULL);
+    if (rows->num_axes != 2 || of->num_axes != 1 || at->num_axes != 1)
+        return WRONG_SHAPE;
+    int64_t count = rows->shape[0];
+    if (rows->shape[1] != s->vocab_size || of->shape[0] != count || at->shape[0] != count || count > s->num_slots)
+        return WRONG_SHAPE;
+    if (!holds(rows, 'f') || !holds(of, 'i') || !holds(at, 'i') || rows->strides[1] != sizeof(float))
+        return WRONG_TYPE;
+    for (int64_t i = 0; i < count; i++) {
+        s->slots[i] = element(of, i);
+        s->positions[i] = element(at, i);
         if (s->slots[i] < 0 || s->slots[i] >= s->num_slots)
-            return i;
-    struct call call = {.sampler = s, .logits = logits, .stride = stride, .count = count, .note = note};
+            return WRONG_SLOT - i;
+    }
+    struct call call = {
+        .sampler = s, .logits = rows->data, .stride = rows->strides[0], .count = count, .note = note};
     int64_t threads = s->max_threads < count ? s->max_threads : count;
     atomic_init(&call.next, 0);
     if (threads > 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.engine.native import LIBRARY, load
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading import launch as launch_module
 from djl_python_neuronx.loading.engine_process import EngineJob, ModelJob, load_engine
@@ -59,6 +62,19 @@ def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
     launch.tokenizer().close()
     assert len(launch.starts) == copies
     assert launch.job.models[0].plan.num_threads == threads
+
+
+def test_settings_of_the_sampler_reach_it() -> None:
+    environ, options = {"DJL_NEURONX_NATIVE": "0"}, {"model_loader": "cpu", "sampling_threads": "3"}
+    launch = make_launch(prepare_or_raise(None, TINY, environ=environ, overrides=options))
+    launch.tokenizer().close()
+    assert (launch.job.native_sampling, launch.job.sampling_threads) == (False, 3)
+    plan = LoadPlan(Path(TINY), 4, 16, (8,), sim_step_ms=0.0)
+    usual = EngineJob((ModelJob("sim", plan),))
+    for job in (usual, replace(usual, native_sampling=False, sampling_threads=3)):
+        with closing(job.load()) as engine:
+            kernel = engine._sampler._kernel
+            assert (kernel is None) == (not job.native_sampling or load(LIBRARY) is None)
 
 
 def test_no_collection_visits_what_lives_when_an_engine_is_loaded() -> None:
