@@ -236,9 +236,7 @@ def test_a_kernel_that_cannot_be_used_is_named_once(
     for library, reason in reasons.items():
         caplog.clear()
         for _ in range(2):
-            sampler = Sampler(1, 8, library=library)
-            logits = np.arange(8, dtype=np.float32)[None]
-            assert sampler.sample(logits, np.zeros(1, np.int32), np.ones(1, np.int32)) == [7]
+            assert native.load(library) is None
         (record,) = caplog.records
         assert "sampling_with_numpy" in record.message
         assert reason in record.message
