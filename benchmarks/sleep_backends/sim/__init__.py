@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ STAMPS = "stamps"
 
 
 class StampedBackend(SimBackend):
-    """A `SimBackend` that stamps its decode steps."""
+    """A `SimBackend` that stamps its decode steps. All that waits is prefilled in one call."""
 
     def __init__(self, plan: LoadPlan, *how: Any) -> None:  # noqa: ANN401
         super().__init__(plan, *how)
+        self.spec = replace(self.spec, max_prefill_batch=plan.num_slots)
         stamps = np.memmap(plan.model_dir / STAMPS, np.int64, "r+")
         self._stamps = memoryview(stamps).cast("B").cast("q")
 
