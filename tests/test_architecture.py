@@ -82,6 +82,18 @@ def test_the_environment_is_read_in_two_places_only():
         ),
         (
             "uvicorn",
+            "uvicorn.protocols.http.h11_impl:H11Protocol",
+            {"app_state", "flow"},
+            "streams are written past it, unless their client must read first",
+        ),
+        (
+            "uvicorn",
+            "uvicorn.protocols.http.flow_control:FlowControl",
+            {"write_paused"},
+            "streams are written past it, unless their client must read first",
+        ),
+        (
+            "uvicorn",
             "uvicorn.protocols.http.h11_impl:RequestResponseCycle",
             {"disconnected", "message_event"},
             "a refused request ends as if its client had left",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
@@ -56,29 +58,43 @@ class AsyncQueue:
     """The queue of all requests of one event loop: one wake-up per step, however many requests it has."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[str], None]) -> None:
-        self.queues: dict[str, asyncio.Queue[Delta | None]] = {}
+        self.generations: dict[str, Generation] = {}
         self._loop = loop
         self._abort = abort
+        self._arrived: deque[list[Delta]] = deque()
+        self._woken = False
+        """The event loop will take what has arrived."""
 
     def deliver(self, deltas: list[Delta]) -> None:
-        """See `OutputQueue`."""
+        """See `OutputQueue`. While the event loop is late the steps join, and a request gets them together."""
+        self._arrived.append(deltas)
+        if self._woken:
+            return
+        self._woken = True
         try:
-            self._loop.call_soon_threadsafe(self._sort, deltas)
+            self._loop.call_soon_threadsafe(self._sort)
         except RuntimeError:  # the event loop is closed
-            for delta in deltas:
+            for delta in self._take():
                 self._abort(delta.request_id)
 
-    def _sort(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            waiting = self.queues.get(delta.request_id)
-            if waiting is None or (late := waiting.qsize() - MAX_UNREAD_DELTAS) > 0:
-                continue
-            if late == 0:
-                self._abort(delta.request_id)
-                msg = f"the client reads too slowly: {MAX_UNREAD_DELTAS} parts of the answer wait for it"
-                error = RequestAbortedError(msg)
-                delta = delta._replace(finish_reason=FinishReason.ERROR, error=error)
-            waiting.put_nowait(delta)
+    def _take(self) -> list[Delta]:
+        """All that has arrived; once it is empty, the next to arrive wakes the event loop."""
+        self._woken = (
+            False  # first: what arrives from here on is taken here, or by the next wake-up
+        )
+        deltas: list[Delta] = []
+        while self._arrived:
+            deltas += self._arrived.popleft()
+        return deltas
+
+    def _sort(self) -> None:
+        by_generation: dict[Generation, list[Delta]] = {}
+        for delta in self._take():
+            generation = self.generations.get(delta.request_id)
+            if generation is not None:
+                by_generation.setdefault(generation, []).append(delta)
+        for generation, deltas in by_generation.items():
+            generation.put(deltas)
 
 
 class Generation:
@@ -90,24 +106,34 @@ class Generation:
     def __init__(
         self, request_ids: Sequence[str], queue: AsyncQueue, abort: Callable[[str], None]
     ) -> None:
+        self.sink: Callable[[list[Delta]], bool] | None = None
+        """Takes deltas that are not finished in place of a reader that waits, which costs less than to wake it. Returns
+        False if it cannot. An exception of it is one of the reader's."""
         self._abort = abort
         self._open_ids = set(request_ids)
-        self._open_queues = queue.queues
-        self._queue = asyncio.Queue[Delta | None]()
-        queue.queues.update(dict.fromkeys(request_ids, self._queue))
+        self._open_generations = queue.generations
+        self._unread: deque[Delta] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        """Done when a reader that waits may go on, with the exception of the sink if there was one."""
+        queue.generations.update(dict.fromkeys(request_ids, self))
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Delta:
+        self._pour()
+        if not self._unread and not self.finished:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if self.finished:
             raise StopAsyncIteration
-        delta = await self._queue.get()
-        if delta is None:
-            raise StopAsyncIteration
+        delta = self._unread.popleft()
         if delta.finished:
             self._open_ids.discard(delta.request_id)
-            self._open_queues.pop(delta.request_id, None)
+            self._open_generations.pop(delta.request_id, None)
         if delta.error is not None:
             self.close()
         return delta
@@ -117,19 +143,56 @@ class Generation:
         """True once there are no more deltas."""
         return not self._open_ids
 
+    def put(self, deltas: list[Delta]) -> None:
+        """Add deltas that have arrived; those behind `MAX_UNREAD_DELTAS` are dropped, and the request is aborted."""
+        for delta in deltas:
+            late = len(self._unread) - MAX_UNREAD_DELTAS
+            if late > 0:
+                break
+            if late == 0:
+                self._abort(delta.request_id)
+                msg = f"the client reads too slowly: {MAX_UNREAD_DELTAS} parts of the answer wait for it"
+                error = RequestAbortedError(msg)
+                delta = delta._replace(finish_reason=FinishReason.ERROR, error=error)
+            self._unread.append(delta)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            try:
+                self._pour()
+            except Exception as error:  # noqa: BLE001  (the reader raises it)
+                reader.set_exception(error)
+            else:
+                if self._unread:
+                    reader.set_result(None)
+
+    def _pour(self) -> None:
+        """Give the sink what is unread, up to a delta that is finished. The reader is not busy with one."""
+        unread = self._unread
+        if self.sink is None or not unread:
+            return
+        deltas = [*takewhile(_goes_on, unread)]
+        if deltas and self.sink(deltas):
+            for _ in deltas:
+                unread.popleft()
+
     def close(self) -> None:
         """Abort the requests that are not finished; idempotent."""
-        if not self.finished:
-            self._queue.put_nowait(None)
+        self.sink = None
         while self._open_ids:
             request_id = self._open_ids.pop()
-            self._open_queues.pop(request_id, None)
+            self._open_generations.pop(request_id, None)
             self._abort(request_id)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def wake(self) -> None:
         """Deliver an empty delta, so that the reader can do what is due by now."""
         if self._open_ids:
-            self._queue.put_nowait(Delta(next(iter(self._open_ids)), "", ()))
+            self.put([Delta(next(iter(self._open_ids)), "", ())])
+
+
+def _goes_on(delta: Delta) -> bool:
+    return delta.finish_reason is None
 
 
 class Stream:

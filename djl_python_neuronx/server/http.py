@@ -12,9 +12,10 @@ import math
 import resource
 import ssl
 import sys
+import weakref
 from asyncio.sslproto import SSLProtocol
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from fcntl import ioctl
 from functools import lru_cache, partial
@@ -38,7 +39,7 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.server.parser import MAX_HEAD_BYTES, Parser
-from djl_python_neuronx.server.responses import error_response
+from djl_python_neuronx.server.responses import WRITE_PARTS, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,10 @@ class LimitedProtocol(H11Protocol):
         self._tls = tls
         self._silent = silent
         self._num_reserved = num_reserved
-        self.conn: Parser = Parser(self._refuse_invalid)
+        # What a connection holds does not hold it: each would leave 30 objects to collections, which stop all streams.
+        this = weakref.proxy(self)
+        self.conn: Parser = Parser(lambda error: this._refuse_invalid(error))
+        self.app_state = {**self.app_state, WRITE_PARTS: lambda parts: this.write_parts(parts)}
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
         self._tcp: asyncio.Transport
@@ -197,7 +201,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request; above the limit for a probe alone. With TLS it is called after the keys again."""
         self._raw = transport
-        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
+        super().connection_made(_Transport(transport, weakref.proxy(self)))  # type: ignore[arg-type]
         if self.scheme == "http":
             self._tcp = transport
         transport.set_write_buffer_limits(BUFFER_BYTES)
@@ -283,6 +287,17 @@ class LimitedProtocol(H11Protocol):
         super().resume_writing()
         if self._write_timer is not None and not self.ending:
             self._write_timer.cancel()
+
+    def write_parts(self, parts: Iterable[bytes]) -> bool:
+        """Write parts of a streamed body whose head is written, in one call, without uvicorn and h11.
+
+        Returns False, and takes none, if the client must read first or has left.
+        """
+        if self.flow.write_paused or self.ending:
+            return False
+        if data := self.conn.frame(parts):
+            self._raw.write(data)
+        return True
 
     def refuse(self, error: ServingError) -> None:
         """Answer a request with an error, if it has begun and its answer has not, and close."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -86,6 +86,15 @@ class Parser(h11.Connection):
         if self.access:
             self.access["bytes"] += len(sent or b"")
         return sent
+
+    def frame(self, parts: Iterable[bytes]) -> bytes:
+        """The bytes that `send` makes of parts of a body that has no length, a chunk of each. Source: RFC 9112, 7.1."""
+        if self.their_http_version != b"1.0":  # there the end of the connection is that of the body
+            parts = [b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part]
+        data = b"".join(parts)
+        if self.access:
+            self.access["bytes"] += len(data)
+        return data
 
     def num_ms(self) -> float:
         """Milliseconds since the end of the request's head."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
@@ -27,6 +28,8 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+WRITE_PARTS = "write_parts"
+"""Name in the state of an ASGI scope of a connection's method; see `LimitedProtocol`."""
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of a stream: nginx would gather its parts."""
 
@@ -41,6 +44,9 @@ async def generation_response(
     """
     request_id = parsed.request.label
     chunks = _chunks(request, parsed, generation)
+    sink = _sink(request, parsed)
+    if not parsed.stream:
+        generation.sink = sink
     first = await anext(chunks, None)
     if first is None:
         raise ClientDisconnect
@@ -48,7 +54,8 @@ async def generation_response(
     headers, media_type = {"x-request-id": request_id}, parsed.formatter.content_type
     if not generation.finished and delta.error is None:
         headers |= _UNBUFFERED
-        return StreamingResponse(_stream(chunk, chunks), headers=headers, media_type=media_type)
+        body = _stream(chunk, chunks, generation, sink)
+        return _Stream(body, headers=headers, media_type=media_type)
     await chunks.aclose()
     if delta.error is not None:
         return failure_response(delta.error, parsed.request)
@@ -109,11 +116,34 @@ async def _close_at_disconnect(
     generation.close()
 
 
-async def _stream(first: bytes, chunks: _Chunks) -> AsyncGenerator[bytes, None]:
+_Sink = Callable[[list[Delta]], bool]
+
+
+def _sink(request: Request, parsed: ParsedRequest) -> _Sink | None:
+    """A sink that writes an answer to its connection. None where the connection or the formatter must be waited for."""
+    write_parts = request.scope.get("state", {}).get(WRITE_PARTS)
+    if write_parts is None or parsed.thread is not None:
+        return None
+    feed = parsed.formatter.feed
+    return lambda deltas: write_parts(map(feed, deltas))
+
+
+async def _stream(
+    first: bytes, chunks: _Chunks, generation: Generation, sink: _Sink | None
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(chunks):
         yield first
+        generation.sink = sink  # from here on: the head of the answer is written
         async for _, chunk in chunks:
             yield chunk
+
+
+class _Stream(StreamingResponse):
+    """A streamed answer. It ends with its body: `_chunks` already watches the connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """See ASGI."""
+        await self.stream_response(send)
 
 
 def error_response(

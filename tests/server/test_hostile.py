@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -14,10 +15,12 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from fcntl import ioctl
+from http.client import HTTPResponse
 from pathlib import Path
 from termios import FIONREAD, TIOCOUTQ
 from typing import Any, ClassVar
@@ -371,6 +374,44 @@ def test_deltas_of_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         assert b"reads too slowly" in reply
         assert reply.count(b'"token"') < 20
         assert_serves(server)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_stream_is_framed_for_its_version(
+    version: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with serving() as server:
+        sent = post(json.dumps(body([5, 6], 30, stream=True)).encode(), CLOSE)
+        reply = talk(server, sent.replace(b"HTTP/1.1", b"HTTP/" + version, 1))
+        wire, end = socket.socketpair()
+        with wire, end:
+            end.sendall(reply)
+            end.shutdown(socket.SHUT_WR)
+            response = HTTPResponse(wire)
+            response.begin()
+            lines = response.read().splitlines()
+        assert response.getheader("transfer-encoding") == ("chunked" if version == b"1.1" else None)
+        assert "".join([json.loads(line)["token"]["text"] for line in lines]) == answer([5, 6], 30)
+        wait_until(lambda: any(" bytes=" in line for line in caplog.messages))
+        (line,) = [line for line in caplog.messages if " bytes=" in line]
+        assert f" bytes={len(reply)} " in line
+
+
+def test_a_connection_that_has_ended_leaves_no_garbage() -> None:
+    """A collection stops all streams."""
+    with serving() as server:
+        client = connect(server)
+        (connection,) = map(weakref.ref, wait_for_connections(server, 1))
+        gc.disable()
+        try:
+            for stream in (True, False):
+                client.sendall(post(json.dumps(body([5, 6], stream=stream)).encode()))
+                wait_until(lambda: client.recv(65536).endswith((b"0\r\n\r\n", b'"}')))
+            client.close()
+            wait_until(lambda: connection() is None)
+        finally:
+            gc.enable()
 
 
 def test_a_client_that_half_closes_has_left() -> None:
