@@ -93,13 +93,18 @@ def make_launch(
         decode_interleave=options.decode_interleave,
         max_join_wait_s=options.join_wait_s,
         native_sampling=options.native_sampling,
-        sampling_threads=options.sampling_threads or 1,
+        sampling_threads=options.sampling_threads or _num_sampling_threads(len(placed)),
         worker=WorkerSettings(
             options.queue_timeout or options.predict_timeout, warm_up=not options.skip_warmup
         ),
         logging=log_settings(),
     )
     return Launch(prepared, placed, graphs, job, tokenizer)
+
+
+def _num_sampling_threads(num_copies: int) -> int:
+    """A quarter of the host's cores, divided among the copies, at most 4: front and library have work, too."""
+    return min(4, max(1, count_cores() // (4 * num_copies)))
 
 
 def _with_threads(prepared: Prepared, plan: LoadPlan, num_copies: int) -> LoadPlan:

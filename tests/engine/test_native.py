@@ -175,14 +175,14 @@ NUCLEUS = SamplingParams(temperature=1.0, top_p=0.9)
 
 class TestThreads:
     def case(self, params: SamplingParams = NUCLEUS) -> Case:
-        rows = [(params, seed, 9) for seed in range(40)]
-        return Case(5003, rows, 5, 1, False, 0, [(3, 0.5, np.nan)], "plain", 7, True)
+        rows = [(params, seed, 9) for seed in range(64)]
+        return Case(20_000, rows, 5, 1, False, 0, [(3, 0.5, np.nan)], "plain", 7, True)
 
     def test_the_same_tokens_whatever_their_number(self, libraries: dict[str, Path]) -> None:
         for params in (SamplingParams(), NUCLEUS):
             wanted = self.case(params).tokens(None)
             for threads in (2, 3, 64):
-                for _ in range(20):
+                for _ in range(10):
                     assert self.case(params).tokens(libraries["shipped"], threads) == wanted
 
     def test_a_process_that_is_forked_while_they_wait(self, libraries: dict[str, Path]) -> None:
@@ -200,7 +200,7 @@ def test_memory_is_checked(tmp_path: Path) -> None:
     if compiler is None or platform.libc_ver()[0] != "glibc":
         pytest.skip("needs gcc with its sanitizers, on glibc")
     checks = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
-    library = compile_kernel(tmp_path / "checked.so", "-DONE_TARGET", *checks)
+    library = compile_kernel(tmp_path / "checked.so", "-DONE_TARGET", "-DPER_THREAD=1", *checks)
     found = [
         subprocess.check_output([compiler, f"-print-file-name={name}.so"], text=True).strip()
         for name in ("libasan", "libubsan")

@@ -52,9 +52,10 @@ def test_each_copy_has_its_cores_and_all_have_the_same_graphs(machine, options):
 
 
 @pytest.mark.parametrize(
-    ("copies", "own", "threads"), [(1, None, None), (2, None, 3), (9, None, 1), (2, 5, 5)]
+    ("copies", "own", "threads", "sampling"),
+    [(1, None, None, 2), (2, None, 3, 1), (9, None, 1, 1), (2, 5, 5, 1)],
 )
-def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
+def test_copies_on_a_cpu_share_its_threads(copies, own, threads, sampling, monkeypatch):
     monkeypatch.setattr(launch_module, "count_cores", lambda: 8)
     options = {"model_loader": "cpu", "replicas": str(copies)}
     options |= {} if own is None else {"cpu_threads": str(own)}
@@ -62,6 +63,7 @@ def test_copies_on_a_cpu_share_its_threads(copies, own, threads, monkeypatch):
     launch.tokenizer().close()
     assert len(launch.starts) == copies
     assert launch.job.models[0].plan.num_threads == threads
+    assert launch.job.sampling_threads == sampling
 
 
 def test_settings_of_the_sampler_reach_it() -> None:
