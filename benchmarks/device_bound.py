@@ -16,13 +16,15 @@ shape, setting and door, medians of `--runs` runs, the servers and the bare loop
   Java engine in that mode, run by `tests/djl` (Java 17, Maven).
 * `engine_process`: the option's value; `default`: it was not set.
 * `format`: lmi: lines of JSON; chat: OpenAI's server-sent events of a chat, with the same prompt.
-* `setting`: greedy; topk_topp: top_k 50 and top_p 0.9; topp: top_p 0.9 alone; both at temperature 0.8.
+* `setting`: greedy; topk_topp: top_k 50 and top_p 0.9; topk_topp_rep: a repetition penalty of 1.1 too; topp: top_p 0.9
+  alone; all but greedy at temperature 0.8. With `--device-samples` the device takes the likeliest token itself.
 * `rows`, `vocab`: streams at once, and logits of each in a step.
 * `device_us`: a step of the bare loop, a process that calls the device and nothing else.
 * `step_us`: a step of the server while all streams run, by the times at which the device returned.
 * `loss_us`: `step_us` less `device_us`: what the host adds to each step.
-* `read_us`: CPU time per step of the clients, one process that reads all sockets every 50 ms, on the same cores; with
-  DJL, of Java too.
+* `read_us`: one numpy maximum over a step's logits, after a sleep of a step: the least that sampling them costs.
+* `clients_us`: CPU time per step of the clients, one process that reads all sockets every 50 ms, on the same cores;
+  with DJL, of Java too.
 * `arrived`: share of the tokens of a run that the clients read within it. Below 1 the text lags behind the device.
 
 `--device rig` (the default): transformers-neuronx itself on one llama of random weights. XLA's CPU computes in place of
@@ -88,8 +90,14 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "topp": {"temperature": 0.8, "top_p": 0.95},
     }
 )
+_SAMPLED = {"temperature": 0.8, "top_p": 0.9}
 SLEEP_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {name: {**rules, "top_p": 0.9} if rules else {} for name, rules in SETTINGS.items()}
+    {
+        "greedy": {},
+        "topk_topp": {**_SAMPLED, "top_k": 50},
+        "topk_topp_rep": {**_SAMPLED, "top_k": 50, "repetition_penalty": 1.1},
+        "topp": _SAMPLED,
+    }
 )
 SHAPES = ((8, 32_000, 10.45), (8, 128_256, 10.45), (32, 32_000, 15.0), (128, 32_000, 25.0))
 """Rows, vocabulary and step in ms."""
@@ -237,13 +245,13 @@ def save_model(folder: Path, length: int) -> None:
     save_tokenizer(folder, VOCAB)
 
 
-def bare_rate(bare: subprocess.Popen[str], seconds: float) -> float:
-    """Tokens/s of the loop that only calls the model."""
+def bare_times(bare: subprocess.Popen[str], seconds: float) -> list[float]:
+    """Return what a bare loop measures: on the rig its tokens/s, on the sleeping device see `bare_loop`."""
     assert bare.stdin is not None
     assert bare.stdout is not None
     bare.stdin.write(f"{seconds}\n")
     bare.stdin.flush()
-    return float(bare.stdout.readline())
+    return [float(word) for word in bare.stdout.readline().split()]
 
 
 def served_rate(port: int, parameters: Mapping[str, Any], length: int, seconds: float) -> float:
@@ -278,7 +286,7 @@ def compare(
     parameters = SETTINGS.get(setting, {})
     pairs = []
     for _ in range(options.runs):
-        bare_s = bare_rate(bare, options.seconds)
+        [bare_s] = bare_times(bare, options.seconds)
         ours_s = served_rate(port, parameters, length, options.seconds)
         print(f"{setting}: bare {bare_s:.1f}, ours {ours_s:.1f} tokens/s", file=sys.stderr)
         pairs.append((bare_s, ours_s))
@@ -489,7 +497,9 @@ def measure_shape(
         "longest_prompt": SLEEP_PROMPT_LEN,
         "step_ms": step_ms,
     }
-    sleep_device.save_model(work / "bare", vocab=vocab, length=length)
+    sleep_device.save_model(
+        work / "bare", vocab=vocab, length=length, device_samples=options.device_samples
+    )
     modes = ["true", "false"] if options.engine_process == "both" else [options.engine_process]
     doors: dict[tuple[str, str], tuple[Door, sleep_device.Stamps]] = {}
     with contextlib.ExitStack() as stack:
@@ -503,18 +513,19 @@ def measure_shape(
         )
         assert bare.stdout is not None
         bare.stdout.readline()
-        device_us: list[float] = []
+        bare_us: list[list[float]] = []
         cases = list(itertools.product(options.settings, doors, options.formats))
         runs: dict[Any, list[tuple[float, float, float]]] = {case: [] for case in cases}
         for _ in range(options.runs):
-            device_us.append(bare_rate(bare, options.seconds) * 1e6)
+            bare_us.append([1e6 * one for one in bare_times(bare, options.seconds)])
             for setting, door, form in cases:
                 payload = endless(SLEEP_PROMPT_LEN, length, SLEEP_SETTINGS[setting], form)
                 found = run_streams(*doors[door], rows, payload, options.seconds)
                 runs[setting, door, form].append(found)
+    device_us, read_us = map(statistics.median, zip(*bare_us, strict=True))
     for setting, (door, mode), form in cases:
         medians = map(statistics.median, zip(*runs[setting, (door, mode), form], strict=True))
-        step_us, read_us, arrived = medians
+        step_us, clients_us, arrived = medians
         yield {
             "door": door,
             "engine_process": mode,
@@ -522,10 +533,11 @@ def measure_shape(
             "setting": setting,
             "rows": rows,
             "vocab": vocab,
-            "device_us": round(statistics.median(device_us)),
+            "device_us": round(device_us),
             "step_us": round(step_us),
-            "loss_us": round(step_us - statistics.median(device_us)),
+            "loss_us": round(step_us - device_us),
             "read_us": round(read_us),
+            "clients_us": round(clients_us),
             "arrived": round(arrived, 2),
         }
 
@@ -533,7 +545,7 @@ def measure_shape(
 def run_streams(
     door: Door, stamps: sleep_device.Stamps, rows: int, payload: Mapping[str, Any], seconds: float
 ) -> tuple[float, float, float]:
-    """Stream `rows` requests for some seconds. Returns `step_us`, `read_us` and `arrived`."""
+    """Stream `rows` requests for some seconds. Returns `step_us`, `clients_us` and `arrived`."""
     with door.open(rows, payload) as poll:
         while min(received := poll()) < SLEEP_WARM_STEPS:
             pass
@@ -560,8 +572,10 @@ def main() -> int:
     parser.add_argument(
         "--settings",
         nargs="*",
-        choices=[*dict.fromkeys(name for rig in RIGS.values() for name in rig.settings)],
-        help="default: all of the backend",
+        choices=[
+            *{**SLEEP_SETTINGS, **{name: 0 for rig in RIGS.values() for name in rig.settings}}
+        ],
+        help="default: all of the device",
     )
     parser.add_argument(
         "--step-ms", type=float, help=f"the device's time per step (default {EXEC_MS})"
@@ -569,6 +583,7 @@ def main() -> int:
     sleep = parser.add_argument_group("with --device sleep, by default four shapes")
     sleep.add_argument("--rows", type=int, help="streams")
     sleep.add_argument("--vocab", type=int)
+    sleep.add_argument("--device-samples", action="store_true", help="greedily; with greedy alone")
     sleep.add_argument(
         "--engine-process",
         choices=sleep_device.ENGINE_PROCESS,
@@ -583,9 +598,10 @@ def main() -> int:
     options.seconds = options.seconds or (2.0 if on_sleep else 20.0)
     options.runs = options.runs or (7 if on_sleep else 5)
     rig = RIGS["tnx" if on_sleep else options.backend]
-    options.settings = options.settings or list(rig.settings)
-    if unknown := set(options.settings) - rig.settings.keys():
-        parser.error(f"--settings {' '.join(unknown)}: expected {', '.join(rig.settings)}")
+    known = SLEEP_SETTINGS if on_sleep else rig.settings
+    options.settings = options.settings or [*known]
+    if unknown := set(options.settings) - known.keys():
+        parser.error(f"--settings {' '.join(unknown)}: expected {', '.join(known)}")
     missing = [name for name in rig.modules if importlib.util.find_spec(name) is None]
     if missing and not on_sleep:
         sys.exit(

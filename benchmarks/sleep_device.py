@@ -1,7 +1,7 @@
 """The command line of djl_python_neuronx with a sim backend that writes down when its steps end.
 
     python benchmarks/sleep_device.py serve MODEL ...       # MODEL: a folder that `save_model` has written
-    python benchmarks/sleep_device.py bare MODEL ROWS MS    # the bare loop: reads seconds, prints seconds per step
+    python benchmarks/sleep_device.py bare MODEL ROWS MS    # the bare loop: reads seconds, prints `bare_loop`'s times
 
 As `option.entryPoint` it is the handler for DJL Serving, on the same device.
 
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from djl_python_neuronx.backends.sim.backend import SimBackend
 
 SLEEP_BACKENDS = str(Path(__file__).parent / "sleep_backends")
 NUM_STAMPS = 2**14
+NUM_READS = 40
 FIRST_WORD = 256
 """Ids from here on are words in the tokenizer of `save_tokenizer`; those below are single bytes."""
 START_S = 300.0
@@ -67,7 +69,9 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
-def save_model(folder: Path, *, vocab: int, length: int, number: int = 0) -> None:
+def save_model(
+    folder: Path, *, vocab: int, length: int, number: int = 0, device_samples: bool = False
+) -> None:
     """Write a model folder without weights. `number`: models of other numbers give other answers.
 
     Bytes are eos, which the sim backend never gives: each token of an answer is a word.
@@ -84,6 +88,7 @@ def save_model(folder: Path, *, vocab: int, length: int, number: int = 0) -> Non
         "max_position_embeddings": length,
         "eos_token_id": [*range(FIRST_WORD)],
         "number": number,
+        "device_samples": device_samples,
     }
     (folder / "config.json").write_text(json.dumps(config))
     save_tokenizer(folder, vocab)
@@ -264,7 +269,10 @@ def print_rows(rows: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
 
 
 def bare_loop(folder: Path, rows: int, step_ms: float) -> None:
-    """Call the device and nothing else, for each line of seconds on stdin."""
+    """Call the device and nothing else, for each line of seconds on stdin.
+
+    Prints the time of a step, and that of one numpy maximum over its logits after a sleep of a step, both in s.
+    """
     backend = SimBackend.of(LoadPlan(folder, rows, 2, (1,), sim_step_ms=step_ms))
     ids = np.ones((rows, 1), np.int32)
     prefill(backend, ids)
@@ -276,7 +284,13 @@ def bare_loop(folder: Path, rows: int, step_ms: float) -> None:
         while (now_s := time.monotonic()) < end_s:
             backend.run(step)
             num_steps += 1
-        print((now_s - began_s) / num_steps, flush=True)
+        step_s, ring, reads = (now_s - began_s) / num_steps, backend._model.ring, []
+        for turn in range(NUM_READS):
+            time.sleep(step_s)
+            began_s = time.perf_counter()
+            ring[turn % len(ring)].max()
+            reads.append(time.perf_counter() - began_s)
+        print(step_s, statistics.median(reads), flush=True)
 
 
 def main() -> int:

@@ -74,6 +74,9 @@ def test_streams_from_a_device_that_sleeps():
         assert abs(row["step_us"] - row["device_us"] - row["loss_us"]) <= 1
         assert (row["door"], row["rows"], row["vocab"]) == ("embedded", 3, 500)
         assert row["read_us"] > 0
+        assert row["clients_us"] > 0
+    (row,) = _rows("device_bound.py", *narrow.split(), "--settings", "greedy", "--device-samples")
+    assert row["arrived"] > 0
 
 
 @pytest.mark.djl
