@@ -36,7 +36,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 def hatchling(folder: Path, *arguments: str, **environ: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "hatchling", *arguments]
-    own = {**os.environ, **environ}
+    own = {**os.environ, "DJL_NEURONX_NATIVE": "", **environ}
     ran = subprocess.run(
         command, cwd=folder, env=own, capture_output=True, text=True, timeout=120, check=False
     )
