@@ -16,9 +16,13 @@ from hypothesis import HealthCheck, settings
 
 from djl_python_neuronx.engine import native, sampler
 from djl_python_neuronx.planning import backend_choice, machines
+from tests import effort
 from tests.djl.java import missing_programs
 
 pytest_plugins = ["tests.djl.start"]
+
+# Models of tests are so small that several threads of torch only wait for each other, with all of a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("patient", **PATIENT)
@@ -65,6 +69,10 @@ def pytest_report_header():
 
 def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
+
+
+def pytest_configure(config):
+    effort.choose(nightly=config.getoption("--nightly"))
 
 
 @pytest.hookimpl(wrapper=True)

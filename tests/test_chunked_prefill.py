@@ -21,6 +21,7 @@ WHOLE = {
     "n_positions": "256",
     "max_rolling_batch_size": "3",
     "dtype": "fp32",
+    "engine_process": "false",
 }
 CHUNKED = {**WHOLE, "enable_chunked_prefill": "true", "context_length_estimate": "8,16"}
 PROMPTS = ["8 + 5 =", "a b c d " * 20, "1 2 3 4 5 6 7 8 9 " * 10, "the cat"]

@@ -379,7 +379,7 @@ def test_a_client_that_leaves_while_the_engine_starts_is_not_answered(server):
 
 
 def test_an_engine_that_hangs_is_ended_and_started_again(serve):
-    server = serve(step_timeout=8, environ={"MORTAL_PREFILL_S": "0.5"})
+    server = serve(step_timeout=5, environ={"MORTAL_PREFILL_S": "0.5"})
     server.ask("a")  # the first call of a graph may take ten times as long
     for stream in (False, True):
         begun = len(server.prefilled)

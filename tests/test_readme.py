@@ -28,7 +28,11 @@ def service() -> Iterator[Any]:
         None,
         EXAMPLE,
         environ={},
-        overrides={"model_loader": "cpu", "max_rolling_batch_size": "8"},
+        overrides={
+            "model_loader": "cpu",
+            "max_rolling_batch_size": "8",
+            "engine_process": "false",
+        },
     )
     yield service
     service.close()

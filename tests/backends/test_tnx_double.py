@@ -41,7 +41,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tnx_double.Model]:
     return tnx_double.install(monkeypatch)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 3))]
+)
 @pytest.mark.parametrize(("model_type", "continuous"), WAYS)
 def test_any_traffic_gives_what_each_gets_alone(
     tmp_path: Path, made: list[Any], model_type: str, continuous: bool, seed: int
@@ -68,7 +70,9 @@ def test_tokens_of_the_device_are_taken_as_they_are(
     assert made[0].configs[-1].top_k == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 3))]
+)
 def test_any_chunks_give_what_each_gets_alone(tmp_path: Path, made: list[Any], seed: int) -> None:
     plan = tnx_plan(folder_of(tmp_path, "llama"), block_size=8)
     backend = backends.get("tnx").load(plan)

@@ -60,7 +60,7 @@ def url(served):
 @contextmanager
 def answering(**overrides):
     """A service of this process; yields a function from a body to the content of its answer."""
-    service = Service.load(None, MODEL, overrides=overrides)
+    service = Service.load(None, MODEL, overrides={"engine_process": "false", **overrides})
 
     async def content(body):
         parsed = service.parse(json.dumps(body).encode())
@@ -81,6 +81,6 @@ def alone():
 @pytest.fixture(scope="session")
 def made_up():
     """The texts that follow the prompts of `CHECKS` on a simulated device by itself."""
-    with answering(model_loader="sim", sim_step_ms="0", engine_process="false") as answer:
+    with answering(model_loader="sim", sim_step_ms="0") as answer:
         bodies = [body(check["prompt"], check["max_new_tokens"]) for check in CHECKS[:24]]
         return [json.loads(answer(each))["generated_text"] for each in bodies]

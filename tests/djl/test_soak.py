@@ -20,7 +20,7 @@ def test_hostile_clients_get_errors_and_the_others_right_answers(served, mode):
     mix.warm_up(1)
     (worker,) = served.workers()
     before = {pid: Holdings.of(pid) for pid in (worker, *engines(worker))}
-    mix.run(120)
+    mix.run(80)
     mix.repeat()
     assert mix.wrong == []
     for outcome in ("right", "left", "error 400", *(["error 503"] if mode == "async" else [])):

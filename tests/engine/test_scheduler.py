@@ -18,6 +18,7 @@ from djl_python_neuronx.engine.scheduler import (
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.types import GenerationRequest
 from tests.doubles.toy_backend import TOY_SPEC
+from tests.effort import examples
 
 
 def sequence(name: str, prompt_len: int, arrived_s: float = 0.0) -> Sequence:
@@ -97,7 +98,7 @@ def turns(waiting: list[Sequence], since: dict[str, int]) -> list[Sequence]:
     return order
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_requests_take_turns_over_their_sequences(data: st.DataObject) -> None:
     """A sequence that leaves without a slot takes nobody's turn."""
@@ -262,7 +263,7 @@ def test_where_joining_is_free_nobody_gathers() -> None:
     assert names(run(scheduler)) == ["b"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_nobody_waits_longer_than_the_limit_or_is_overtaken(data: st.DataObject) -> None:
     num_slots = data.draw(st.integers(1, 6), "slots")

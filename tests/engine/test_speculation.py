@@ -23,6 +23,7 @@ from djl_python_neuronx.errors import DeviceMemoryError, StepError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.effort import examples
 from tests.engine.steps import across_the_border, assert_clean, request, run, tokens
 
 NUM_DRAFTS = 3
@@ -90,7 +91,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_any_arrivals_give_what_they_give_without_drafts(
     proposer: str, data: st.DataObject
@@ -242,7 +243,7 @@ def test_prompt_lookup_takes_the_longest_match_and_of_those_the_last() -> None:
         lookup.release(sequence.slot)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.lists(st.integers(1, 3), min_size=2, max_size=40), longest=st.integers(1, 5))
 def test_prompt_lookup_is_the_plain_search(text: list[int], longest: int) -> None:
     wanted: list[int] = []

@@ -23,6 +23,7 @@ from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, Conf
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.loading import judge as judge_module
 from djl_python_neuronx.loading import prepare as prepare_module
+from djl_python_neuronx.loading import text_trial
 from djl_python_neuronx.loading.check import Placement, check, check_all
 from djl_python_neuronx.loading.report import (
     IN_ASCII,
@@ -38,6 +39,7 @@ from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.memory import CoreMemory
 from tests.doubles import remote_doubles
+from tests.effort import examples
 from tests.loading.checking import INF2, LAPTOP, ROOT, TINY, folder, printed, run
 
 MODELS = Path(__file__).parents[1] / "planning" / "models"
@@ -603,7 +605,7 @@ SETTINGS = {
 }
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON),
     st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in SETTINGS.items()}),
@@ -1478,7 +1480,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
             None,
             ("-o", "text_timeout=1000"),
             "warnings",
-            "takes more than 5 s (of check)",
+            "takes more than 2 s (of check)",
         ),
         ("{{ raise_exception('Never') }}", None, (), "warnings", "refuses these messages: Never"),
         (
@@ -1501,9 +1503,10 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
     ],
 )
 def test_tokenizer_and_template_are_tried(
-    process, laptop, capsys, tmp_path, template, tokenizer, options, level, expected
+    process, laptop, capsys, tmp_path, monkeypatch, template, tokenizer, options, level, expected
 ):
     pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(text_trial, "TRY_TEXT_S", 2.0)
     shutil.copytree(TINY, tmp_path / "model")
     config = json.loads((TINY / "tokenizer_config.json").read_text())
     config["chat_template"] = template

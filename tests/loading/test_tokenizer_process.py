@@ -163,7 +163,7 @@ def test_a_template_without_end_costs_its_calls(tmp_path, caplog):
 
 def test_slow_calls_have_places_and_give_them_back(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_process, "MOST_SLOW", 2)
-    tokenizer = start(write(tmp_path), timeout_s=4.0, chat_template=ENDLESS)
+    tokenizer = start(write(tmp_path), timeout_s=3.0, chat_template=ENDLESS)
     for _ in range(2):
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(tokenizer.encode_chat, MESSAGES) for _ in range(3)]

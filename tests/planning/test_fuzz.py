@@ -18,6 +18,7 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
+from tests.effort import examples, some
 from tests.planning.settings import assess, examine, resolve
 
 MODELS = [
@@ -135,7 +136,7 @@ def judged(resolved, config, machine, loader):
     return done
 
 
-@settings(max_examples=300, **TO_A_FILE)
+@settings(max_examples=examples(300), **TO_A_FILE)
 @given(
     content=st.one_of(
         st.binary(max_size=200),
@@ -156,7 +157,7 @@ def test_any_bytes_as_a_file(tmp_path, content):
     tried(tmp_path, None, {}, {})
 
 
-@settings(max_examples=300, **TO_A_FILE)
+@settings(max_examples=examples(300), **TO_A_FILE)
 @given(
     environ=st.dictionaries(
         st.one_of(
@@ -175,7 +176,7 @@ def test_any_environment_and_command_line(tmp_path, environ, overrides):
     tried(tmp_path, None, environ, overrides)
 
 
-@settings(max_examples=400, **TO_A_FILE)
+@settings(max_examples=examples(400), **TO_A_FILE)
 @given(
     properties=st.dictionaries(NAME, OBJECTS, max_size=8),
     lines=st.lists(st.tuples(KNOWN, st.sampled_from(["1", "true", "auto", "x"])), max_size=3),
@@ -186,10 +187,11 @@ def test_any_dictionary_of_djls(tmp_path, properties, lines):
     tried(tmp_path, properties, {}, {})
 
 
-@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: ascii(value[:20]))
-def test_no_option_takes_a_hostile_value_for_a_reason_to_crash(tmp_path, value):
-    for name in NAMES:
-        examine(None, tmp_path, {}, {name: value})
+def test_no_option_takes_a_hostile_value_for_a_reason_to_crash(tmp_path, subtests):
+    for turn, value in enumerate(HOSTILE):
+        with subtests.test(value=ascii(value[:20])):
+            for name in some([*NAMES], turn):
+                examine(None, tmp_path, {}, {name: value})
 
 
 SIZES = ["1", "2", "3", "12", "24", "64", "1024,4096", "100000", str(2**31 - 1)]
@@ -206,7 +208,7 @@ OPTIONS = st.lists(st.sampled_from(list(ServingOptions.model_fields)), max_size=
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     overrides=OPTIONS,
     config=st.sampled_from(MODELS),
@@ -289,7 +291,7 @@ def test_what_is_fine_with_some_values_of_the_others_is_fine_alone(loader, overr
     assert errors == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     base=st.sampled_from([{}, {}, {"cache_layout": "BSH"}, *(values for _, values in ALONE)]),
     more=OPTIONS.filter(lambda values: len(values) < 3),
@@ -338,7 +340,7 @@ JSON = st.one_of(
 KEYS = sorted({key for config in MODELS for key in config} | {"text_config", "vision_config"})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     base=st.sampled_from([{}, *MODELS]),
     changes=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=6),

@@ -41,7 +41,8 @@ from tests.doubles.toy_tokenizer import ToyTokenizer
 from tests.processes import PATIENCE_S
 from tests.server.running import CROSSING_S, Running, answer
 
-LIMIT_S = 3.0
+LIMIT_S = 1.0
+"""For what goes too far; whatever ends by itself has all the time of a test."""
 MESSAGES = [
     {"content": "  Be brief. ", "role": "system"},
     {"content": "naïve <fox> 你好 😀?", "role": "user"},
@@ -86,13 +87,13 @@ GOOD = {
     "long": "{{ 'The fox. ' * 100 }}{{ messages[-1].content }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
 }
-OVER = (400, r"chat template takes more than (3 s \(option.text_timeout\)|1 GiB of memory)")
+OVER = (400, r"chat template takes more than (1 s \(option.text_timeout\)|1 GiB of memory)")
 LONG = (400, r"chat template has \d+ characters, more than any prompt that fits")
 FAILS = (
     400,
     r"chat template fails on these messages \(\w+\)\. Correct it in chat_template\.jinja or tok",
 )
-ANY = (400, f"{OVER[1]}|tokenizer takes more than 3 s|{LONG[1]}|{FAILS[1]}")
+ANY = (400, f"{OVER[1]}|tokenizer takes more than 1 s|{LONG[1]}|{FAILS[1]}")
 """Errors that may end it, depending on the machine."""
 BAD = {
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x": OVER,
@@ -194,7 +195,7 @@ def folder(tmp_path_factory):
     return folders.write(tmp_path_factory.mktemp("texts"), made, **folders.special_tokens(made))
 
 
-def start(folder, template=None, timeout_s=LIMIT_S):
+def start(folder, template=None, timeout_s=PATIENCE_S):
     how = {"trust_remote_code": False, "revision": None, "chat_template": template}
     return TokenizerProcess(folder, timeout_s=timeout_s, **how)
 
@@ -215,7 +216,8 @@ def test_a_template_is_rendered_as_hugging_face_renders_it(server, folder, name)
 @pytest.mark.parametrize("template", BAD)
 def test_a_template_that_goes_too_far_costs_its_request(server, folder, template):
     status, message = BAD[template]
-    tokenizer = start(folder, template)
+    limit_s = LIMIT_S if BAD[template] in (OVER, ANY) else PATIENCE_S
+    tokenizer = start(folder, template, limit_s)
     found = server.tokenize(tokenizer, messages=MESSAGES)
     assert found.status_code == status, found.text
     error = found.json()["error"]["message"]
@@ -264,7 +266,7 @@ TOKENIZERS = {
     ),
 }
 TOO_FAR = (
-    r"the model's tokenizer (takes more than (3 s|1 GiB)|failed on this text|makes \d+ tokens)"
+    r"the model's tokenizer (takes more than (1 s|1 GiB)|failed on this text|makes \d+ tokens)"
 )
 BAD_TOKENIZERS = {
     "a replacement that grows": lambda: changed(normalizer=normalizers.Replace("a", "a" * 100_000)),
@@ -295,7 +297,7 @@ def test_a_tokenizer_gives_the_librarys_ids(server, tmp_path, name):
 
 @pytest.mark.parametrize("name", BAD_TOKENIZERS)
 def test_a_tokenizer_that_goes_too_far_costs_its_request(server, tmp_path, name):
-    tokenizer = start(folders.write(tmp_path, BAD_TOKENIZERS[name]()))
+    tokenizer = start(folders.write(tmp_path, BAD_TOKENIZERS[name]()), timeout_s=LIMIT_S)
     found = server.tokenize(tokenizer, prompt=BAD_TEXT)
     assert found.status_code in {400, 500}, found.text
     assert re.search(TOO_FAR, found.json()["error"]["message"]), found.text
@@ -306,7 +308,7 @@ def test_a_decoder_that_backtracks_costs_its_request(server, tmp_path):
     made = changed(
         decoder=decoders.Sequence([decoders.ByteLevel(), decoders.Replace(BACKTRACKS, "")])
     )
-    tokenizer = start(folders.write(tmp_path, made))
+    tokenizer = start(folders.write(tmp_path, made), timeout_s=LIMIT_S)
     server.service.tokenizer = tokenizer
     ids = made.encode(BAD_TEXT).ids
     found = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}, timeout=PATIENCE_S)
