@@ -659,6 +659,8 @@ def test_the_log_says_where_it_serves_and_how_many_keys_there_are(
         return toy_service(ToyBackend(TOY_SPEC))
 
     monkeypatch.setattr(Server, "run", run)
+    # A loader that ends later than that ends the process.
+    monkeypatch.setattr(process, "JOIN_S", PATIENCE_S)
     more: dict[str, Any] = {"host": "127.0.0.1", "port": 8443, "drain_s": 1.0}
     loads = [{Model("toy"): load} for _ in range(2)]
     serve = partial(process.serve, prepare=lambda: [()], exit_on_error=True, **more)
