@@ -13,8 +13,9 @@ MODEL ?= examples/tiny-llama
 HOST ?= 127.0.0.1
 PORT ?= 8080
 ARGS ?=
-# Processes of `make test`, which steal work from each other; 0: none but pytest itself, for --pdb and for leaks.
-JOBS ?= 2
+# Processes of `make test`, which steal work from each other: one more than two cores, since tests of processes and of
+# limits often wait. 0: none but pytest itself, for --pdb and for leaks.
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
