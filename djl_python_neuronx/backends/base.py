@@ -91,7 +91,7 @@ class Rows:
     """The rows of a device call, ascending by slot.
 
     The arrays may be views of buffers that the engine reuses: valid until `run` returns. A decode of the same slots
-    after another is the same `Step` again, with new `input_ids` and `starts`, and all else as it was.
+    after another may be the same `Step` again, with new `input_ids` and `starts`, and all else as it was.
     """
 
     input_ids: Int32Array

@@ -91,7 +91,7 @@ class Call:
 
 
 class Engine:
-    """Continuous batching over one backend. Synchronous, token ids only; all methods belong to one thread."""
+    """Continuous batching over one backend. Synchronous, token ids only; one thread, except for `advance`."""
 
     def __init__(
         self,
@@ -209,6 +209,8 @@ class Engine:
 
     def schedule(self) -> Batch:
         """The batch of the next call, empty if there is nothing to do; the last one again if nothing has changed."""
+        if self.dead is not None:
+            return Batch([], [], [])
         if self._last is not None and self._scheduler.repeat():
             return self._last.batch
         self._finish_last()

@@ -63,7 +63,7 @@ class Ran(NamedTuple):
 
 
 class Runner:
-    """Runs steps on a backend. Engine thread only."""
+    """Runs steps on a backend. Engine thread only; `describe`: any thread."""
 
     def __init__(self, backend: Backend) -> None:
         """Nothing has run yet."""

@@ -307,7 +307,7 @@ INLINE int64_t select_top_k(const float *row, int64_t size, int64_t top_k, float
     return kept;
 }
 
-/* 2 to the power of a value of at most 0; below -124: 0. `_power` in sampler.py. */
+/* 2 to the power of a value of at most 0; below -124: 0. See `weigh` in sampler.py. */
 INLINE float power(float exponent)
 {
     const float rounding = 12582912.0f; /* 1.5 * 2**23: adding it rounds to an integer */

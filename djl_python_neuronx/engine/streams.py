@@ -68,7 +68,7 @@ class AsyncQueue:
     def deliver(self, deltas: list[Delta]) -> None:
         """See `OutputQueue`. While the event loop is late the steps join, and a request gets them together."""
         self._arrived.append(deltas)
-        if self._woken:
+        if self._woken and not self._loop.is_closed():
             return
         self._woken = True
         try:

@@ -126,7 +126,7 @@ class _Worker:
         self._queue_timeout_s = queue_timeout_s
         self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sent = EngineState()
+        self._sent: EngineState | None = EngineState()
         self._expired_s = time.monotonic()
         for runner in engine.runners:
             runner.on_first_call = partial(link.send, "first_call")
@@ -181,8 +181,9 @@ class _Worker:
     def _finish(self, call: Call) -> tuple[StepResult, EngineState]:
         """Return the result of a call, and the engine's state. Any thread."""
         result = self._engine.advance(call)
-        self._sent = self._state()
-        return result, self._sent
+        self._sent = None  # until it is known, so that `_send_state` compares with no older one
+        self._sent = state = self._state()
+        return result, state
 
     def _state(self) -> EngineState:
         engine = self._engine

@@ -781,4 +781,7 @@ def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() ->
     assert engine.step() == ([], None), "another engine may run all of them"
     assert engine.dead is not None
     assert backend.num_steps == 0
+    held = backend.acquired
+    engine.add(request("d", [9, 8], 3))
     assert engine.step() == ([], None)
+    assert backend.acquired == held

@@ -23,12 +23,13 @@ from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import (
     EngineState,
     Link,
+    decode_step,
     encode_request,
 )
 from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings, end_engine
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
-from djl_python_neuronx.engine.worker import WorkerSettings, work
+from djl_python_neuronx.engine.worker import WorkerSettings, _Worker, work
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
     PromptTooLongError,
@@ -671,6 +672,35 @@ def test_a_hang_is_noticed_although_its_clients_have_left() -> None:
         wait_until(lambda: only(loop)._busy)
         loop.abort("a")
         wait_until(lambda: len(hosts) == 2)
+
+
+def test_the_last_state_of_an_engine_that_becomes_idle_is_idle() -> None:
+    """Else the watchdog would end it. Its state is read for a step's message, and a moment later nothing runs."""
+    being_read, is_idle = threading.Event(), threading.Event()
+
+    class Interrupted(Engine):
+        @property
+        def num_running(self) -> int:
+            count = super().num_running
+            if count and not being_read.is_set():
+                being_read.set()
+                assert is_idle.wait(PATIENCE_S)
+            return count
+
+    front, end = socket.socketpair()
+    link, engine = Link(front), Interrupted(ToyBackend())
+    one = _Worker(engine, Link(end), 120.0)
+    one._send_state()
+    engine.add(request("a", [5, 6]))
+    one._send(engine.run(engine.schedule()))
+    assert being_read.wait(PATIENCE_S)
+    engine.abort("a")
+    one._send_state()
+    is_idle.set()
+    one._link.close()
+    *_, (_, *last) = iter(link.receive, None)
+    assert decode_step(*last)[1] == EngineState(speculates=False)
+    link.close()
 
 
 def test_an_idle_engine_does_not_hang() -> None:

@@ -99,3 +99,14 @@ def test_a_sink_that_fails_ends_its_reader_alone() -> None:
         assert (other.sunk, other.read) == (["1"], ["2"])
 
     asyncio.run(run())
+
+
+def test_deltas_for_an_event_loop_that_is_closed_end_their_requests() -> None:
+    """Also if it was closed before it could take those that had arrived."""
+    event_loop, aborted = asyncio.new_event_loop(), list[str]()
+    queue = AsyncQueue(event_loop, aborted.append)
+    queue.deliver([delta("a", "1")])
+    event_loop.close()
+    for name in "bc":
+        queue.deliver([delta(name, "1")])
+    assert aborted == ["a", "b", "c"]
