@@ -67,8 +67,7 @@ PROMPT_LEN = 16
 NUM_PROMPTS = 500
 """Of each model."""
 NUM_TOKENS = (20, 60)
-"""Of an answer."""
-LENGTH = PROMPT_LEN + NUM_TOKENS[1]
+"""Fewest and most of an answer, by default."""
 COPIES: Mapping[str, int] = {"a": 2, "b": 1, "c": 1}
 NUM_ENGINES = sum(COPIES.values())
 MOST_MOVED = 1.2
@@ -145,18 +144,24 @@ class Ask:
 
 
 def ask_all(
-    port: int, folders: Mapping[str, Path], streams: Sequence[str], seed: int, end: Connection
+    port: int,
+    folders: Mapping[str, Path],
+    streams: Sequence[str],
+    seed: int,
+    tokens: tuple[int, int],
+    end: Connection,
 ) -> None:
     """Be a client for each name of a model in `streams`, until a message comes. Sends the results.
 
-    A request that has no end within `DEADLINE_S` is judged as it is.
+    `tokens`: fewest and most of an answer. A request that has no end within `DEADLINE_S` is judged as it is.
     """
-    pick, texts = random.Random(seed), {name: right_texts(one) for name, one in folders.items()}
+    pick = random.Random(seed)
+    texts = {name: right_texts(one, tokens[1]) for name, one in folders.items()}
     ended: list[tuple[Ask, float]] = []
     with selectors.DefaultSelector() as selector:
 
         def ask(model: str) -> None:
-            (prompt, words), num_tokens = pick.choice(texts[model]), pick.randint(*NUM_TOKENS)
+            (prompt, words), num_tokens = pick.choice(texts[model]), pick.randint(*tokens)
             parameters = (("max_new_tokens", num_tokens), ("ignore_eos", True))
             (form,) = pick.choices(FORMS, (1, 8, 1))
             text = "".join(f" {word}" for word in words[:num_tokens])
@@ -183,10 +188,10 @@ def ask_all(
     end.send([one.result(ended_s) for one, ended_s in ended])
 
 
-def right_texts(folder: Path) -> list[tuple[str, list[str]]]:
+def right_texts(folder: Path, most_tokens: int) -> list[tuple[str, list[str]]]:
     """Prompts, all different, with the words of their longest answers."""
     prompts = [f"{i:0{PROMPT_LEN}}" for i in range(NUM_PROMPTS)]
-    texts = sleep_device.right_answers(folder, prompts, NUM_TOKENS[1])
+    texts = sleep_device.right_answers(folder, prompts, most_tokens)
     return [(prompt, text.split()) for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -248,18 +253,19 @@ class Bench:
 
     def __enter__(self) -> Bench:
         """Start all, and wait until every engine has requests."""
+        length = PROMPT_LEN + self._options.tokens[1]
         with contextlib.ExitStack() as undo:
             work = Path(undo.enter_context(tempfile.TemporaryDirectory()))
             self.folders = {name: work / name for name in self._copies}
             for number, (name, folder) in enumerate(self.folders.items()):
-                sleep_device.save_model(folder, vocab=VOCAB, length=LENGTH, number=number)
+                sleep_device.save_model(folder, vocab=VOCAB, length=length, number=number)
                 sleep_device.Stamps(folder)
                 lines = f"option.replicas={self._copies[name]}\n"
                 (folder / "serving.properties").write_text(lines)
             options = sleep_device.options(
                 "default",
                 rows=self.num_slots,
-                length=LENGTH,
+                length=length,
                 longest_prompt=PROMPT_LEN,
                 step_ms=self._options.step_ms,
             )
@@ -272,7 +278,14 @@ class Bench:
             self._end, end = context.Pipe()
             self._clients = context.Process(
                 target=ask_all,
-                args=(self.server.port, self.folders, self.streams, self._options.seed, end),
+                args=(
+                    self.server.port,
+                    self.folders,
+                    self.streams,
+                    self._options.seed,
+                    self._options.tokens,
+                    end,
+                ),
                 daemon=True,
             )
             self._clients.start()
@@ -476,6 +489,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--streams", type=int, default=400, help=f"of {NUM_ENGINES} engines")
     parser.add_argument("--step-ms", type=float, default=100.0, help="the devices' time per step")
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, default=NUM_TOKENS, help="fewest and most of an answer"
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="before and after a kill")
     parser.add_argument("--seed", type=int, default=1, help="of questions")
     parser.add_argument("--engines", type=int, nargs="*", help="measure so many, without kills")
