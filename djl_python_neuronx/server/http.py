@@ -39,7 +39,7 @@ from djl_python_neuronx.errors import (
     ServingError,
 )
 from djl_python_neuronx.server.parser import MAX_HEAD_BYTES, Parser
-from djl_python_neuronx.server.responses import WRITE_PARTS, error_response
+from djl_python_neuronx.server.responses import GONE, WRITE_PARTS, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,10 @@ class LimitedProtocol(H11Protocol):
         # What a connection holds does not hold it: each would leave 30 objects to collections, which stop all streams.
         this = weakref.proxy(self)
         self.conn: Parser = Parser(lambda error: this._refuse_invalid(error))
-        self.app_state = {**self.app_state, WRITE_PARTS: lambda parts: this.write_parts(parts)}
+        self.gone: asyncio.Future[None] = self.loop.create_future()
+        """Done when the client has left, or its request is refused."""
+        connection = {GONE: self.gone, WRITE_PARTS: lambda parts: this.write_parts(parts)}
+        self.app_state = {**self.app_state, **connection}
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
         self._tcp: asyncio.Transport
@@ -254,6 +257,7 @@ class LimitedProtocol(H11Protocol):
         self._silent.pop(self, None)
         self._stop_timers()
         self._log_access(complete=False)
+        self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -357,7 +361,12 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is not None:  # the app's side of the request ends as if the client had left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self._leave()
         self.end()
+
+    def _leave(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
 
     def _watch(self) -> None:
         """Limit the time for the part of a request that the client is sending."""

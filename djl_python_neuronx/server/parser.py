@@ -73,14 +73,15 @@ class Parser(h11.Connection):
         """See `h11.Connection`. After an answer that comes before the whole body, the rest is not read."""
         if type(event) is h11.Response:
             headers: Any = [*event.headers]
-            close = (b"connection", b"close")
+            known = dict(headers)
             ends = self.is_extra or self.their_state is h11.SEND_BODY
-            if ends and close not in headers:
-                headers.append(close)
-            if b"x-request-id" not in dict(headers):
+            if ends and known.get(b"connection") != b"close":
+                headers.append((b"connection", b"close"))
+            if b"x-request-id" not in known:
                 headers.append((b"x-request-id", (self._client_id or new_id()).encode()))
             self._client_id = ""
-            event = replace(event, headers=headers)
+            if len(headers) > len(event.headers):  # h11 checks all of them again
+                event = replace(event, headers=headers)
             self._note_answer(event)
         sent = super().send(event)
         if self.access:

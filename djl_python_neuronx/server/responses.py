@@ -28,8 +28,8 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-WRITE_PARTS = "write_parts"
-"""Name in the state of an ASGI scope of a connection's method; see `LimitedProtocol`."""
+WRITE_PARTS, GONE = "write_parts", "gone"
+"""Names in the state of an ASGI scope of a connection's method and attribute; see `LimitedProtocol`."""
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of a stream: nginx would gather its parts."""
 
@@ -67,7 +67,13 @@ _Chunks = AsyncGenerator[tuple[Delta, bytes], None]
 
 async def _chunks(request: Request, parsed: ParsedRequest, generation: Generation) -> _Chunks:
     """The deltas that there is something to send for, with their bytes. Ends early if the client leaves."""
-    watch = asyncio.create_task(_close_at_disconnect(request, parsed, generation))
+
+    def leave(_gone: asyncio.Future[None]) -> None:
+        logger.info("client_gone request_id=%s", parsed.request.label)
+        generation.close()
+
+    gone = _gone(request)
+    gone.add_done_callback(leave)
     try:
         async for delta in generation:
             try:
@@ -81,7 +87,7 @@ async def _chunks(request: Request, parsed: ParsedRequest, generation: Generatio
             if chunk or generation.finished:
                 yield delta, chunk
     finally:
-        watch.cancel()
+        gone.remove_done_callback(leave)
         generation.close()
 
 
@@ -91,29 +97,24 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
     Raises:
         ClientDisconnect: the client has left, and the work is cancelled.
     """
-    tasks = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    task = asyncio.create_task(work)
+    either: list[asyncio.Future[Any]] = [task, _gone(request)]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         raise ClientDisconnect
     finally:
-        for task in tasks:
-            task.cancel()
+        task.cancel()
 
 
-async def _disconnect(request: Request) -> None:
-    """Wait until the client leaves; a response itself may notice that at its next bytes only."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _gone(request: Request) -> asyncio.Future[None]:
+    """Done when the client has left: a response itself may notice that at its next bytes only.
 
-
-async def _close_at_disconnect(
-    request: Request, parsed: ParsedRequest, generation: Generation
-) -> None:
-    await _disconnect(request)
-    logger.info("client_gone request_id=%s", parsed.request.label)
-    generation.close()
+    Never where the connection is not a `LimitedProtocol`.
+    """
+    gone: asyncio.Future[None] | None = request.scope.get("state", {}).get(GONE)
+    return asyncio.get_running_loop().create_future() if gone is None else gone
 
 
 _Sink = Callable[[list[Delta]], bool]
