@@ -17,7 +17,7 @@ No rule sorts the vocabulary. `largest` needs only the logits above a floor, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import e, isfinite, log2
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ _CACHED = 32 * _COLUMNS
 """Elements whose weights are computed at once: what that needs stays in the core's cache."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 """Range of parameters: neither they nor their inverse leave float32, nor do products of them become zero."""
+_LOG2_E = 1.4426950408889634
 _LOWEST = np.finfo(np.float32).min
 _ROUNDING = np.float32(1.5 * 2**23)
 """Adding it rounds to an integer."""
@@ -287,7 +288,7 @@ def _packed(params: SamplingParams, vocab_size: int, seed: int) -> tuple[float, 
     return (
         _mix(seed),
         max(params.top_p, _SMALLEST),
-        log2(e) / temperature,
+        _LOG2_E / temperature,
         temperature,
         params.min_p,
         min(max(params.repetition_penalty, _SMALLEST), _LARGEST),
