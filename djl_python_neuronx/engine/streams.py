@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Protocol
 
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
@@ -24,6 +24,9 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 MAX_UNREAD_DELTAS = 8192
 """Deltas that may wait for a client that reads slowly; in an answer they are about 1 MB."""
+MAX_SUNK_DELTAS = 128
+"""Deltas that a sink takes at once, as many as a step gives an answer: of more the reader takes one, and waits for its
+client if that has too much to read."""
 
 
 class OutputQueue(Protocol):
@@ -170,7 +173,7 @@ class Generation:
         unread = self._unread
         if self.sink is None or not unread:
             return
-        deltas = [*takewhile(_goes_on, unread)]
+        deltas = [*islice(takewhile(_goes_on, unread), MAX_SUNK_DELTAS)]
         if deltas and self.sink(deltas):
             for _ in deltas:
                 unread.popleft()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.streams import AsyncQueue, Generation
+from djl_python_neuronx.engine.streams import MAX_SUNK_DELTAS, AsyncQueue, Generation
 from djl_python_neuronx.types import FinishReason
 from tests.processes import PATIENCE_S
 
@@ -81,6 +81,20 @@ def test_a_sink_takes_what_is_not_the_end_and_steps_join_while_the_loop_is_late(
         assert (one.sunk, one.read) == (["1 2", "3", "4"], ["slow", "5"])
         assert (other.sunk, other.read) == (["1"], ["2"])
         assert (one.aborted, other.aborted, queue.generations) == ([], [], {})
+
+    asyncio.run(run())
+
+
+def test_a_sink_takes_so_many_deltas_before_its_client_must_have_read() -> None:
+    async def run() -> None:
+        queue = AsyncQueue(asyncio.get_running_loop(), print)
+        one, most = Reader("a", queue), MAX_SUNK_DELTAS
+        await turns()
+        queue.deliver([delta("a", str(i)) for i in range(2 * most + 5)] + [delta("a", "end", LAST)])
+        await asyncio.wait_for(one.task, PATIENCE_S)
+        assert one.read == [str(most), str(2 * most + 1), "end"]
+        parts = [range(most), range(most + 1, 2 * most + 1), range(2 * most + 2, 2 * most + 5)]
+        assert one.sunk == [" ".join(map(str, part)) for part in parts]
 
     asyncio.run(run())
 
