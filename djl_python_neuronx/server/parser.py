@@ -40,6 +40,8 @@ class Parser(h11.Connection):
         """The access log's fields for the request that is read or answered; empty between requests."""
         self.is_extra = False
         """The connection is one too many, and ends with its first answer."""
+        self._head = b""
+        """The head of an answer until its next bytes: one packet for both."""
         self._started_s = 0.0
         self._num_parts = self._num_bytes = 0
         self._client_id = ""
@@ -70,7 +72,10 @@ class Parser(h11.Connection):
         return event
 
     def send(self, event: h11.Event) -> Any:  # noqa: ANN401
-        """See `h11.Connection`. After an answer that comes before the whole body, the rest is not read."""
+        """See `h11.Connection`; a head is sent with what follows it.
+
+        After an answer that comes before the whole body, the rest is not read.
+        """
         if type(event) is h11.Response:
             headers: Any = [*event.headers]
             known = dict(headers)
@@ -83,23 +88,25 @@ class Parser(h11.Connection):
             if len(headers) > len(event.headers):  # h11 checks all of them again
                 event = replace(event, headers=headers)
             self._note_answer(event)
-        sent = super().send(event)
-        if self.access:
-            self.access["bytes"] += len(sent or b"")
-        return sent
+            self._head = super().send(event) or b""
+            return b""
+        return self._sent(super().send(event) or b"")
 
     def frame(self, parts: Iterable[bytes]) -> bytes:
         """The bytes that `send` makes of parts of a body that has no length, a chunk of each. Source: RFC 9112, 7.1."""
         if self.their_http_version != b"1.0":  # there the end of the connection is that of the body
             parts = [b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part]
-        data = b"".join(parts)
-        if self.access:
-            self.access["bytes"] += len(data)
-        return data
+        return self._sent(b"".join(parts))
 
     def num_ms(self) -> float:
         """Milliseconds since the end of the request's head."""
         return round((time.monotonic() - self._started_s) * 1000, 1)
+
+    def _sent(self, data: bytes) -> bytes:
+        data, self._head = self._head + data, b""
+        if self.access:
+            self.access["bytes"] += len(data)
+        return data
 
     def _open_access(self, method: str, path: str) -> None:
         self._started_s = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Generation
@@ -143,8 +143,14 @@ class _Stream(StreamingResponse):
     """A streamed answer. It ends with its body: `_chunks` already watches the connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """See ASGI."""
-        await self.stream_response(send)
+        """See ASGI. Bytes of the body go past `send`, which waits if the connection cannot take them."""
+        write_parts = scope.get("state", {}).get(WRITE_PARTS, lambda _: False)
+
+        async def write(message: Message) -> None:
+            if not (body := message.get("body")) or not write_parts([body]):
+                await send(message)
+
+        await self.stream_response(write)
 
 
 def error_response(
