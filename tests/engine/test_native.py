@@ -143,6 +143,11 @@ def test_each_parameter_is_compared() -> None:
     assert {*RULES, "seed"} == set(SamplingParams.WIRE_NAMES)
 
 
+def test_the_kernel_is_where_a_build_puts_it() -> None:
+    tool = pytest.importorskip("tools.build_native", reason="needs hatchling")
+    assert (native.LIBRARY, native.SOURCE) == (ROOT / tool.LIBRARY, ROOT / tool.SOURCE)
+
+
 @settings(max_examples=150)
 @given(case=CASES)
 def test_the_same_tokens(case: Case, libraries: dict[str, Path]) -> None:
