@@ -185,10 +185,12 @@ class LimitedProtocol(H11Protocol):
         # What a connection holds does not hold it: each would leave 30 objects to collections, which stop all streams.
         this = weakref.proxy(self)
         self.conn: Parser = Parser(lambda error: this._refuse_invalid(error))
-        self.gone: asyncio.Future[None] = self.loop.create_future()
-        """Done when the client has left, or its request is refused."""
-        connection = {GONE: self.gone, WRITE_PARTS: lambda parts: this.write_parts(parts)}
-        self.app_state = {**self.app_state, **connection}
+        self._gone: asyncio.Future[None] = self.loop.create_future()
+        self.app_state = {
+            **self.app_state,
+            GONE: lambda: this.client_gone(),
+            WRITE_PARTS: lambda parts: this.write_parts(parts),
+        }
         self.timeout_keep_alive = options().keep_alive_timeout  # type: ignore[assignment]  # any number will do
         self._raw: asyncio.Transport
         self._tcp: asyncio.Transport
@@ -292,6 +294,15 @@ class LimitedProtocol(H11Protocol):
         if self._write_timer is not None and not self.ending:
             self._write_timer.cancel()
 
+    def client_gone(self) -> asyncio.Future[None]:
+        """Return what is done when the client has left, or its request is refused.
+
+        Only a connection that is read shows it: uvicorn stops reading where bytes of a body wait to be taken, or those
+        of a next request, and goes on when the app asks for more.
+        """
+        self.flow.resume_reading()
+        return self._gone
+
     def write_parts(self, parts: Iterable[bytes]) -> bool:
         """Write parts of a streamed body whose head is written, in one call, without uvicorn and h11.
 
@@ -365,8 +376,8 @@ class LimitedProtocol(H11Protocol):
         self.end()
 
     def _leave(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
+        if not self._gone.done():
+            self._gone.set_result(None)
 
     def _watch(self) -> None:
         """Limit the time for the part of a request that the client is sending."""

@@ -29,7 +29,7 @@ from djl_python_neuronx.types import FinishReason, GenerationRequest
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 WRITE_PARTS, GONE = "write_parts", "gone"
-"""Names in the state of an ASGI scope of a connection's method and attribute; see `LimitedProtocol`."""
+"""Names in the state of an ASGI scope of a connection's methods; see `LimitedProtocol`."""
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of a stream: nginx would gather its parts."""
 
@@ -113,8 +113,10 @@ def _gone(request: Request) -> asyncio.Future[None]:
 
     Never where the connection is not a `LimitedProtocol`.
     """
-    gone: asyncio.Future[None] | None = request.scope.get("state", {}).get(GONE)
-    return asyncio.get_running_loop().create_future() if gone is None else gone
+    client_gone: Callable[[], asyncio.Future[None]] = request.scope.get("state", {}).get(
+        GONE, asyncio.get_running_loop().create_future
+    )
+    return client_gone()
 
 
 _Sink = Callable[[list[Delta]], bool]

@@ -414,13 +414,19 @@ def test_a_connection_that_has_ended_leaves_no_garbage() -> None:
             gc.enable()
 
 
-def test_a_client_that_half_closes_has_left() -> None:
+@pytest.mark.parametrize("behind", [b"", b"\r\n"])
+def test_a_client_that_half_closes_has_left(behind: bytes) -> None:
+    """Also if reading was stopped at the end of its body, for what lies behind."""
     backend = ToyBackend(replace(TOY_SPEC, num_slots=2))
     backend.hang_at = {2}
     with serving(backend) as server:
         loop = server.application.models[0].service.loop  # type: ignore[union-attr]
         client = connect(server)
-        client.sendall(post(json.dumps(body([5, 6], 100)).encode()))
+        (connection,) = wait_for_connections(server, 1)
+        sent = post(json.dumps(body([5, 6], 100)).encode())
+        client.sendall(sent[:-1])
+        wait_until(lambda: connection.cycle is not None and connection.cycle.body == b"")
+        client.sendall(sent[-1:] + behind)
         assert backend.hanging.wait(PATIENCE_S)
         client.shutdown(socket.SHUT_WR)
         wait_until(lambda: len(loop.streams) == 0)
