@@ -765,6 +765,23 @@ def test_the_first_call_of_every_graph_is_announced() -> None:
     assert ("decode", 128, 0, 2) in engine.runner.graphs_run
 
 
+def test_every_step_names_the_graph_that_ran_also_where_a_decode_grows_into_the_next() -> None:
+    backend = ToyBackend()
+    engine = Engine(backend)
+    announced: list[int] = []
+    engine.runner.on_first_call = lambda: announced.append(backend.num_steps)
+    engine.add(request("a", [5, 6], 126, ignore_eos=True))
+    while engine.has_work:
+        if backend.num_steps == 40:
+            engine.add(request("b", [7] * 9, 80, ignore_eos=True))
+        info = engine.step().info
+        assert info is not None
+        assert (info.kind, info.bucket) == (backend.steps[-1].kind, backend.steps[-1].bucket)
+    ran = [(step.kind, step.bucket) for step in backend.steps]
+    assert announced == sorted(map(ran.index, set(ran)))
+    assert {bucket for kind, bucket in ran if kind == "decode"} == {32, 64, 128}
+
+
 def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() -> None:
     class Losing(ToyBackend):
         def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
