@@ -110,6 +110,7 @@ DJL_MODES: Mapping[str, Mapping[str, object]] = MappingProxyType(
 PIPE_BYTES = 2**20
 DOORS = ("embedded", "djl_async", "djl_rolling")
 SLEEP_WARM_STEPS = 20
+SLEEP_SPARE_S = 5.0
 SLEEP_PROMPT_LEN = 16
 TRUSTED = 0.9
 ALLOWANCE = 0.01
@@ -488,8 +489,8 @@ def measure_shape(
     rows: int, vocab: int, step_ms: float, options: argparse.Namespace, work: Path
 ) -> Iterator[dict[str, Any]]:
     """The rows of one shape: `--runs` rounds of the bare loop and every door and setting."""
-    # Real steps are longer than `step_ms`, so no stream ends within a run's clock.
-    num_tokens = 2 * SLEEP_WARM_STEPS + int(options.seconds / step_ms * 1e3)
+    # Real steps are longer than `step_ms`, so no stream ends within a run's clock, nor while a busy machine stops it.
+    num_tokens = 2 * SLEEP_WARM_STEPS + int((options.seconds + SLEEP_SPARE_S) / step_ms * 1e3)
     length = SLEEP_PROMPT_LEN + num_tokens
     shape = {
         "rows": rows,

@@ -522,7 +522,7 @@ def cut_json(case: Case) -> list[str]:
     return [case.judge(case.door.post(body, {}))]
 
 
-@client(2, "error 413 prompt_too_long")
+@client(2, "error 413 prompt_too_long", FULL)
 def long_prompt(case: Case) -> list[str]:
     return [case.judge(case.door.post(_fields("one two " * 500), {}))]
 
