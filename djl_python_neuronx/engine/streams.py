@@ -65,37 +65,25 @@ class AsyncQueue:
         self._loop = loop
         self._abort = abort
         self._arrived: deque[list[Delta]] = deque()
-        self._woken = False
-        """The event loop will take what has arrived."""
 
     def deliver(self, deltas: list[Delta]) -> None:
         """See `OutputQueue`. While the event loop is late the steps join, and a request gets them together."""
         self._arrived.append(deltas)
-        if self._woken and not self._loop.is_closed():
-            return
-        self._woken = True
         try:
             self._loop.call_soon_threadsafe(self._sort)
         except RuntimeError:  # the event loop is closed
-            for delta in self._take():
-                self._abort(delta.request_id)
-
-    def _take(self) -> list[Delta]:
-        """All that has arrived; once it is empty, the next to arrive wakes the event loop."""
-        self._woken = (
-            False  # first: what arrives from here on is taken here, or by the next wake-up
-        )
-        deltas: list[Delta] = []
-        while self._arrived:
-            deltas += self._arrived.popleft()
-        return deltas
+            while self._arrived:
+                for delta in self._arrived.popleft():
+                    self._abort(delta.request_id)
 
     def _sort(self) -> None:
+        """Hand over all that has arrived: the calls for steps that joined this one find nothing."""
         by_generation: dict[Generation, list[Delta]] = {}
-        for delta in self._take():
-            generation = self.generations.get(delta.request_id)
-            if generation is not None:
-                by_generation.setdefault(generation, []).append(delta)
+        while self._arrived:
+            for delta in self._arrived.popleft():
+                generation = self.generations.get(delta.request_id)
+                if generation is not None:
+                    by_generation.setdefault(generation, []).append(delta)
         for generation, deltas in by_generation.items():
             generation.put(deltas)
 
@@ -170,13 +158,13 @@ class Generation:
 
     def _pour(self) -> None:
         """Give the sink what is unread, up to a delta that is finished. The reader is not busy with one."""
-        unread = self._unread
-        if self.sink is None or not unread:
+        if self.sink is None:
             return
-        deltas = [*islice(takewhile(_goes_on, unread), MAX_SUNK_DELTAS)]
+        goes_on = takewhile(lambda one: one.finish_reason is None, self._unread)
+        deltas = [*islice(goes_on, MAX_SUNK_DELTAS)]
         if deltas and self.sink(deltas):
             for _ in deltas:
-                unread.popleft()
+                self._unread.popleft()
 
     def close(self) -> None:
         """Abort the requests that are not finished; idempotent."""
@@ -192,10 +180,6 @@ class Generation:
         """Deliver an empty delta, so that the reader can do what is due by now."""
         if self._open_ids:
             self.put([Delta(next(iter(self._open_ids)), "", ())])
-
-
-def _goes_on(delta: Delta) -> bool:
-    return delta.finish_reason is None
 
 
 class Stream:
