@@ -8,6 +8,7 @@ import pytest
 
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import MAX_SUNK_DELTAS, AsyncQueue, Generation
+from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.types import FinishReason
 from tests.processes import PATIENCE_S
 
@@ -95,6 +96,20 @@ def test_a_sink_takes_so_many_deltas_before_its_client_must_have_read() -> None:
         assert one.read == [str(most), str(2 * most + 1), "end"]
         parts = [range(most), range(most + 1, 2 * most + 1), range(2 * most + 2, 2 * most + 5)]
         assert one.sunk == [" ".join(map(str, part)) for part in parts]
+
+    asyncio.run(run())
+
+
+def test_after_an_error_of_one_request_its_sink_takes_nothing_of_the_others() -> None:
+    async def run() -> None:
+        aborted, sunk = list[str](), list[Delta]()
+        queue = AsyncQueue(asyncio.get_running_loop(), print)
+        generation = Generation("ab", queue, aborted.append)
+        generation.sink = lambda deltas: not sunk.extend(deltas)
+        error = Delta("a", "", (), FinishReason.ERROR, StepError("lost"))
+        queue.deliver([error, delta("b", "1")])
+        assert [one async for one in generation] == [error]
+        assert (sunk, aborted, queue.generations) == ([], ["b"], {})
 
     asyncio.run(run())
 
