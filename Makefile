@@ -12,6 +12,8 @@ UPGRADE ?=
 MODEL ?= examples/tiny-llama
 HOST ?= 127.0.0.1
 PORT ?= 8080
+# They reach `serve` as flags; make would also export them as variables, which the server would warn about.
+unexport HOST PORT
 ARGS ?=
 # Processes of `make test`, which steal work from each other: one more than two cores, since tests of processes and of
 # limits often wait. 0: none but pytest itself, for --pdb and for leaks.

@@ -9,6 +9,7 @@ cache (one reused buffer flatters 3x). It records when it returns and when it is
 median time between, which is what the device waits for, measured from outside the engine. `total_us` is the CPU time
 of all threads per step, without the device's. `read_us` is the reference of the same run: one numpy maximum over the
 same logits, after a sleep of the device's time, the least that any sampler must do; `ratio` is critical over it.
+`p99_us`: the 99th percentile of the critical times; `steps`: their number.
 
 A run of the device releases the GIL, as a real one does, for `--device-ms` (default 0: it yields and returns).
 

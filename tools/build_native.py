@@ -1,7 +1,8 @@
 """Builds the sampler's kernel, `sampling.c`: as hatchling's hook with every wheel and editable installation.
 
-`python -m tools.build_native` builds it in a checkout that is not installed. It needs Linux and a C compiler: `$CC`, or
-`cc`. Without one a wheel is built without the kernel, for every platform, and so it is with `DJL_NEURONX_NATIVE=0`.
+`python -m tools.build_native` builds it in a checkout that is not installed (hatchling must be). It needs Linux and a C
+compiler: `$CC`, or `cc`. Without one a wheel is built without the kernel, for every platform, and so it is with
+`DJL_NEURONX_NATIVE=0`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHARED = ("-shared", "-fPIC", "-pthread")
 
 def compile_kernel(folder: Path, library: Path, *flags: str) -> str | None:
     """Compile the kernel of a checkout into the file `library`. Returns the reason if that fails."""
-    if sys.platform != "linux" or os.environ.get("DJL_NEURONX_NATIVE") == "0":
+    switched_off = os.environ.get("DJL_NEURONX_NATIVE", "").lower() in {"0", "false", "no", "off"}
+    if sys.platform != "linux" or switched_off:
         return "not on Linux, or switched off by DJL_NEURONX_NATIVE=0"
     made = library.with_suffix(f".{os.getpid()}.tmp")
     version = f"-DVERSION={zlib.crc32((folder / SOURCE).read_bytes())}u"
@@ -42,7 +44,8 @@ def compile_kernel(folder: Path, library: Path, *flags: str) -> str | None:
     except OSError as error:
         return str(error)
     if ran.returncode:
-        return ran.stderr
+        made.unlink(missing_ok=True)
+        return ran.stderr.strip() or f"{command[0]} ended with status {ran.returncode}"
     # A process that has loaded the old one keeps it.
     made.replace(library)
     return None

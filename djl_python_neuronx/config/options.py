@@ -289,8 +289,9 @@ class BatchingOptions(OptionGroup):
     native_sampling: Annotated[bool, Option(env=("DJL_NEURONX_NATIVE",))] = True
     """Sample with the compiled kernel, where the package has one. False: with numpy, which gives the same tokens."""
     sampling_threads: Annotated[Count | None, Option()] = None
-    """Threads of the compiled kernel that sample the rows of one step, of each copy (`replicas`), where the step has
-    enough of them. Default: a quarter of the host's cores, divided among the copies, at most 4."""
+    """Threads of the compiled kernel that sample the rows of one step, of each copy (`replicas`). There are no more
+    than rows, and each has at least 262,144 logits to read: 8 rows of 32,000 are one thread's. Default: a quarter of
+    the host's cores, divided among the copies, at most 4."""
     max_join_wait_ms: Annotated[Amount, Option()] = 100
     """Milliseconds that new requests wait for each other before they join a static batch, where every join prefills all
     running sequences again. The decode steps of `decode_interleave` run first in any case. Requests do not wait while

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_sampling.so")
 """Made when the package is built with a compiler at hand, or by ``python -m tools.build_native``."""
 SOURCE = Path(__file__).with_name("sampling.c")
+_ELF = struct.Struct("<4s36xQ10xHH")
+"""Magic number, and place, size and number of the section headers, which are the end of a file. Source: elf(5)."""
+_ADVICE = "install a C compiler, then the package again (in a checkout: make install UPGRADE=1)"
 _ALIGNMENT = 64
 _WRONG_TYPE, _WRONG_SHAPE, _WRONG_SLOT = -1, -2, -3
 
@@ -44,23 +48,42 @@ def load(path: Path | None) -> ctypes.PyDLL | None:
 
     The GIL is kept while it runs: no other thread of Python can delay the device's next call.
     """
-    reason = "switched off by option.native_sampling (DJL_NEURONX_NATIVE)"
-    if path is not None:
-        try:
-            library = ctypes.PyDLL(str(path))
-            current = library.version() & 0xFFFFFFFF == zlib.crc32(SOURCE.read_bytes())
-            library.scratch_size.restype = library.sample.restype = ctypes.c_int64
-            library.scratch_size.argtypes = (ctypes.c_int64,)
-            arrays = (ctypes.py_object,) * 3
-            library.sample.argtypes = (ctypes.c_void_p, *arrays, ctypes.c_int32)
-        except (OSError, AttributeError) as error:
-            reason = str(error)
-        else:
-            if current:
-                return library
-            reason = f"{path} was built from another {SOURCE.name}; build it again"
-    logger.info("sampling_with_numpy reason=%r", reason)
+    if path is None:
+        reason = "switched off by option.native_sampling (DJL_NEURONX_NATIVE)"
+        logger.info("sampling_with_numpy reason=%r", reason)
+        return None
+    try:
+        _check_whole(path)
+        library = ctypes.PyDLL(str(path))
+        current = library.version() & 0xFFFFFFFF == zlib.crc32(SOURCE.read_bytes())
+        library.scratch_size.restype = library.sample.restype = ctypes.c_int64
+        library.scratch_size.argtypes = (ctypes.c_int64,)
+        arrays = (ctypes.py_object,) * 3
+        library.sample.argtypes = (ctypes.c_void_p, *arrays, ctypes.c_int32)
+    except FileNotFoundError:
+        reason = f"{path} does not exist: there was no C compiler at the installation"
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    else:
+        if current:
+            logger.info("sampling_with_kernel library=%s", path)
+            return library
+        reason = f"{path} was built from another {SOURCE.name}"
+    logger.warning("sampling_with_numpy reason=%r advice=%r", reason, _ADVICE)
     return None
+
+
+def _check_whole(path: Path) -> None:
+    """Refuse a library whose end is missing: to load it would end the process by a signal.
+
+    Raises:
+        OSError: it cannot be read, or is not whole.
+    """
+    content = path.read_bytes()
+    magic, start, size, count = _ELF.unpack_from(content.ljust(_ELF.size))
+    if magic != b"\x7fELF" or len(content) < start + size * count:
+        msg = f"{path} has {len(content)} bytes and is no whole library"
+        raise OSError(msg)
 
 
 class Kernel:

@@ -225,17 +225,23 @@ def test_memory_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_cannot_be_used_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, libraries: dict[str, Path]
 ) -> None:
     old, broken, missing = (tmp_path / name for name in ("old.so", "broken.so", "missing.so"))
     source = tmp_path / "old.c"
     source.write_text("int version(void) { return -1; } long scratch_size, sample;")
     compiler = shutil.which("cc")
-    reasons = {missing: "No such file", broken: "invalid ELF", None: "option.native_sampling"}
+    reasons = {missing: "there was no C compiler", None: "option.native_sampling"}
     broken.write_bytes(b"not a library" * 100)
+    reasons[broken] = "is no whole library"
+    whole = libraries["shipped"].read_bytes()
+    for size in (0, 10, 63, 64, 4096, 8192, len(whole) // 2, len(whole) - 1):
+        cut = tmp_path / f"{size}.so"
+        cut.write_bytes(whole[:size])
+        reasons[cut] = f"has {size} bytes"
     if compiler:
         subprocess.run([compiler, "-shared", "-fPIC", "-o", old, source], check=True)
-        reasons[old] = "was built from another sampling.c; build it again"
+        reasons[old] = "was built from another sampling.c"
     native.load.cache_clear()
     caplog.set_level(logging.INFO, "djl_python_neuronx")
     for library, reason in reasons.items():
@@ -245,6 +251,7 @@ def test_a_kernel_that_cannot_be_used_is_named_once(
         (record,) = caplog.records
         assert "sampling_with_numpy" in record.message
         assert reason in record.message
+        assert ("advice=" in record.message) == (library is not None)
     native.load.cache_clear()
 
 
