@@ -240,7 +240,6 @@ class Loader:
         missing = [model for model in self._loads if model.service is None]
         if len(missing) == len(self._loads) or (missing and self._exit_on_error):
             return
-
         freeze_heap()
         while self._wanted.get():
             while not self._wanted.empty():  # several wishes are one

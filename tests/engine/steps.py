@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 import pytest
@@ -60,6 +60,22 @@ class LateResults:
             thread.start()
             thread.join()
         return self._run(step)
+
+
+def come_and_go(
+    engine: Engine,
+    turn: int,
+    requests: Sequence[GenerationRequest],
+    arrivals: Sequence[int],
+    given_up: Mapping[int, int],
+) -> None:
+    """Add the requests that arrive at a turn, and abort those, by index, that are given up at it."""
+    for one, arrival in zip(requests, arrivals, strict=True):
+        if arrival == turn:
+            engine.add(one)
+    for i, when in given_up.items():
+        if when == turn:
+            engine.abort(requests[i].request_id)
 
 
 def tokens(outputs: list[TokenOutput]) -> list[int]:

@@ -19,7 +19,7 @@ from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import IncompatibleOptionsError, PromptTooLongError, StepError
 from djl_python_neuronx.types import FinishReason
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.engine.steps import assert_clean, request, run, tokens
+from tests.engine.steps import assert_clean, come_and_go, request, run, tokens
 
 SPEC = replace(TOY_SPEC, mixed_steps=True, prefill_buckets=(4, 8, 16), eos_ids=frozenset())
 
@@ -46,18 +46,14 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
         "prompts",
     )
     lengths = [data.draw(st.integers(1, 38), "new tokens") for _ in prompts]
+    asked = [request(str(i), *each) for i, each in enumerate(zip(prompts, lengths, strict=True))]
     arrivals = [data.draw(st.integers(0, 20), "arrival") for _ in prompts]
     given_up = data.draw(
         st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 40)), "given up"
     )
     found: dict[str, list[int]] = defaultdict(list)
     for turn in range(3000):
-        for i, arrival in enumerate(arrivals):
-            if arrival == turn:
-                engine.add(request(str(i), prompts[i], lengths[i]))
-        for i, when in given_up.items():
-            if when == turn:
-                engine.abort(str(i))
+        come_and_go(engine, turn, asked, arrivals, given_up)
         if turn > 40 and not engine.has_work:
             break
         before = {name: len(ids) for name, ids in found.items()}

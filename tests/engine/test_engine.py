@@ -31,7 +31,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.engine.steps import LateResults, assert_clean, request, run, tokens
+from tests.engine.steps import LateResults, assert_clean, come_and_go, request, run, tokens
 
 EOS = frozenset(TOY_SPEC.eos_ids)
 
@@ -58,6 +58,7 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
         "prompts",
     )
     lengths = [data.draw(st.integers(1, 40), "new tokens") for _ in prompts]
+    asked = [request(str(i), *each) for i, each in enumerate(zip(prompts, lengths, strict=True))]
     arrivals = [data.draw(st.integers(0, 20), "arrival") for _ in prompts]
     given_up = data.draw(
         st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, 40)), "given up"
@@ -69,12 +70,7 @@ def test_any_arrivals_give_what_each_gets_alone(data: st.DataObject) -> None:
     def serve(engine: Engine, step: Callable[[], StepResult]) -> dict[str, list[TokenOutput]]:
         found: dict[str, list[TokenOutput]] = defaultdict(list)
         for turn in range(2000):
-            for i, arrival in enumerate(arrivals):
-                if arrival == turn:
-                    engine.add(request(str(i), prompts[i], lengths[i]))
-            for i, when in given_up.items():
-                if when == turn:
-                    engine.abort(str(i))
+            come_and_go(engine, turn, asked, arrivals, given_up)
             if turn > max([*arrivals, *given_up.values()]) and not engine.has_work:
                 break
             for output in step().outputs:

@@ -361,10 +361,13 @@ def test_copies_load_the_same_graphs_each_on_its_own_cores(machine, options):
         assert [copy.alive for copy in service.loop.copies] == [True, True]
         limits = []
         started: set[int] = set()
-        while (
-            len(started) < 2
-        ):  # /proc may leave out a child when the thread that has started it ends
-            started |= {*engines(os.getpid())}.difference(others)
+
+        def are_listed() -> bool:
+            """/proc may leave out a child when the thread that has started it ends."""
+            started.update({*engines(os.getpid())}.difference(others))
+            return len(started) > 1
+
+        wait_until(are_listed, "both engines in /proc")
         for engine in started:
             pairs = Path(f"/proc/{engine}/environ").read_text().split("\0")
             limits += [pair for pair in pairs if pair.startswith("NEURON_RT_")]
