@@ -46,6 +46,9 @@ class EngineRequest:
     top_logprobs: int = 0
     """Most likely tokens to return in place of each generated one, with their log-probabilities."""
     adapter: int = 0
+    given_ids: Annotated[Sequence[int], SkipValidation] = ()
+    """The first generated tokens, which an engine gave before: the sequence goes on behind them. They count in all that
+    counts generated tokens, and no output has them."""
     client_id: str = ""
     """The client's own id, for its response and for logs."""
 

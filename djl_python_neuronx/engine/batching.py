@@ -24,6 +24,8 @@ class Batcher:
         self._width = spec.num_speculative_tokens + 1
         self._decoding: list[Sequence] | None = None
         self._decode_rows: Rows | None = None
+        self.feeds = False
+        """A row of the last decode runs a known token, with others behind it: see `Batch.fed`."""
         self._num_missing = 0
         """Steps until the first of these sequences has all its tokens."""
         self._ends: frozenset[int] = frozenset()
@@ -44,7 +46,7 @@ class Batcher:
         rows = self._decode_rows
         if batch.chunks:
             token_ids = token_ids[len(batch.chunks) :]
-        if rows is None or token_ids.shape != (len(rows.slots), 1):
+        if rows is None or self.feeds or token_ids.shape != (len(rows.slots), 1):
             self.forget()
             return False
         rows.input_ids[:] = token_ids
@@ -61,7 +63,7 @@ class Batcher:
     def _prefill(self, chunks: list[Chunk]) -> Rows:
         starts = [chunk.sequence.num_cached for chunk in chunks]
         tokens = [
-            list(sequence.request.prompt_ids[start : start + num_tokens])
+            list(sequence.prefill_ids[start : start + num_tokens])
             for (sequence, num_tokens), start in zip(chunks, starts, strict=True)
         ]
         wants = self._wants([chunk.sequence for chunk in chunks if chunk.is_last])
@@ -70,9 +72,10 @@ class Batcher:
     def _decode(self, sequences: list[Sequence]) -> Rows:
         if self._decode_rows is None or sequences is not self._decoding:
             self._decoding = sequences
-            newest = [sequence.output_ids[-1:] for sequence in sequences]
+            tokens = [[sequence.next_id] for sequence in sequences]
             starts = [sequence.next_position for sequence in sequences]
-            self._decode_rows = self._rows(sequences, newest, starts, self._wants(sequences))
+            self._decode_rows = self._rows(sequences, tokens, starts, self._wants(sequences))
+            self.feeds = any(sequence.num_ahead for sequence in sequences)
             self._note_ends(sequences)
         return self._decode_rows
 
@@ -81,9 +84,7 @@ class Batcher:
         self._ends = frozenset({-1}).union(*{sequence.stop_ids for sequence in sequences})
 
     def _verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Rows:
-        tokens = [
-            [sequence.output_ids[-1], *ids] for sequence, ids in zip(sequences, drafts, strict=True)
-        ]
+        tokens = [[sequence.next_id, *ids] for sequence, ids in zip(sequences, drafts, strict=True)]
         starts = [sequence.next_position for sequence in sequences]
         return self._rows(sequences, tokens, starts, Want.ALL_LOGITS, self._width)
 

@@ -116,9 +116,7 @@ class Engine:
             self.spec,
             decode_interleave=decode_interleave,
             max_join_wait_s=max_join_wait_s,
-            cached=lambda waiting: backend.cached(
-                waiting.request.prompt_ids, waiting.request.adapter
-            ),
+            cached=lambda waiting: backend.cached(waiting.prefill_ids, waiting.request.adapter),
         )
         self._sampler = make_sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
@@ -260,13 +258,15 @@ class Engine:
             request, slot = sequence.request, sequence.held_slot
             try:
                 sequence.num_cached = self._backend.acquire(
-                    slot, request.prompt_ids, request.adapter
+                    slot, sequence.prefill_ids, request.adapter
                 )
             except Exception as error:  # noqa: BLE001  (a border, see step)
                 batch.drop(sequence)
                 failures.append((sequence, translate(error)))
             else:
-                self._sampler.assign(slot, sequence.sampling, request.prompt_ids, sequence.seed)
+                self._sampler.assign(
+                    slot, sequence.sampling, request.prompt_ids, sequence.seed, request.given_ids
+                )
         return self._fail_all(failures, acquired=False) if failures else []
 
     def _run(self, call: Call, min_drafts: int) -> None:
@@ -294,7 +294,8 @@ class Engine:
             StepError: the output has another shape than the step wanted.
         """
         rows = step.decode
-        if step.prefill is None and rows is not None and rows.wants in _IN_ONE_PLACE:
+        alone = step.prefill is None and not self._batcher.feeds
+        if alone and rows is not None and rows.wants in _IN_ONE_PLACE:
             return self._sample_decode(rows, output)
         parts = [rows for _, rows in step.parts]
         logits = _NO_LOGITS if output.logits is None else output.logits
@@ -310,7 +311,7 @@ class Engine:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(logits.shape[1], int(parts[-1].lens.max()))
             require_shape(logits.shape, (count, columns, self.spec.vocab_size))
-            return verify(self._sampler, logits, parts[-1]), "host"
+            return verify(self._sampler, logits, parts[-1], [row for row, _ in sampled]), "host"
         if on_host:
             require_shape(logits.shape, (count, 1, self.spec.vocab_size))
             slots = np.concatenate([part.slots for part in parts])

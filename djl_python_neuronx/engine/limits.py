@@ -58,6 +58,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         )
         raise PromptTooLongError(msg)
     _check_vocabulary(request, spec.vocab_size)
+    _check_given(request, spec)
     if request.max_new_tokens is not None and request.max_new_tokens < 1:
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
@@ -87,6 +88,20 @@ def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
     if outside:
         msg = f"stop_token_ids has {min(outside)}; expected ids of the model, from 0 to {vocab_size - 1}"
         raise RequestError(msg, "stop_token_ids")
+
+
+def _check_given(request: EngineRequest, spec: ModelSpec) -> None:
+    """Refuse given tokens after which none is left to generate, or that another model has generated."""
+    given_ids, fits = request.given_ids, spec.max_model_len - len(request.prompt_ids)
+    if not given_ids:
+        return
+    most = fits if request.max_new_tokens is None else min(request.max_new_tokens, fits)
+    if len(given_ids) >= most or not 0 <= min(given_ids) <= max(given_ids) < spec.vocab_size:
+        msg = (
+            f"given_ids has {len(given_ids)} tokens with ids to {max(given_ids)}; expected fewer than the {most} that "
+            f"are to generate, with ids below {spec.vocab_size}"
+        )
+        raise RequestError(msg)
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:

@@ -220,13 +220,22 @@ class Sampler:
         self._kernel = compiled and Kernel(compiled, self._rules, self._seen, threads)
 
     def assign(
-        self, slot: int, params: SamplingParams, prompt_ids: Sequence[int], seed: int
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        seed: int,
+        output_ids: Sequence[int] = (),
     ) -> None:
-        """Start a new sequence in a slot. `seed` is `params.seed`, or one drawn by the engine."""
+        """Start a sequence in a slot. `seed` is `params.seed`, or one drawn by the engine.
+
+        `output_ids`: its generated tokens, if it has some already.
+        """
         self.release(slot)
         self._rules[slot] = _packed(params, self._seen.shape[1], seed)
         if params.repetition_penalty != 1:
             self._seen[slot, np.asarray(prompt_ids, np.intp)] = True
+            self._seen[slot, np.asarray(output_ids, np.intp)] = True
 
     def release(self, slot: int) -> None:
         """End the sequence of a slot; idempotent."""

@@ -17,14 +17,14 @@ from djl_python_neuronx.engine.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """The next tokens of a prompt, at most `num_tokens`; a whole prompt is one chunk, the last."""
+    """The next tokens of a prefill, at most `num_tokens`; a whole one is one chunk, the last."""
 
     sequence: Sequence
     num_tokens: int
 
     @property
     def is_last(self) -> bool:
-        """True if the prompt ends with it, so that a token follows."""
+        """True if the prefill ends with it."""
         return self.num_tokens >= self.sequence.num_uncached
 
 
@@ -47,9 +47,17 @@ class Batch:
 
     @property
     def sampled(self) -> list[tuple[int, Sequence]]:
-        """The rows that get a token, with their sequences: all but those of prompts with more chunks to come."""
-        if not self.chunks:
-            return [*enumerate(self.decoding)]
+        """The rows that get a token, with their sequences: those whose known tokens end in this call."""
+        return [(row, one) for row, one in self._last_rows if not one.num_ahead]
+
+    @property
+    def fed(self) -> list[Sequence]:
+        """The sequences that get no token because a later call runs their last known one."""
+        return [one for _, one in self._last_rows if one.num_ahead]
+
+    @property
+    def _last_rows(self) -> list[tuple[int, Sequence]]:
+        """All rows but those of prompts with more chunks to come."""
         last = [(row, chunk.sequence) for row, chunk in enumerate(self.chunks) if chunk.is_last]
         return [*last, *enumerate(self.decoding, len(self.chunks))]
 
@@ -191,7 +199,7 @@ class Scheduler:
             self._decodes_owed = self._decode_interleave
             entering = self._admit()
             self._entered = entering.copy()
-            return Batch([Chunk(one, one.prompt_len) for one in entering], [], entering)
+            return Batch([Chunk(one, len(one.prefill_ids)) for one in entering], [], entering)
         self._decodes_owed = max(0, self._decodes_owed - 1)
         return Batch([], self.running, [])
 
@@ -204,12 +212,14 @@ class Scheduler:
 
     def advance(self, batch: Batch) -> None:
         """Record that a batch has run: its chunks are in the cache, and a sequence runs after its last one."""
+        for sequence in batch.fed:
+            sequence.num_ahead -= 1
         if not batch.chunks:
             return
         running = self.running.copy()
         for chunk in batch.chunks:
             sequence, ends = chunk.sequence, chunk.is_last
-            sequence.num_cached = min(sequence.num_cached + chunk.num_tokens, sequence.prompt_len)
+            sequence.num_cached += min(chunk.num_tokens, sequence.num_uncached)
             if ends:
                 self._entered.remove(sequence)
                 bisect.insort(running, sequence, key=_by_slot)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence as Ids
 from dataclasses import replace
 
 from djl_python_neuronx.backends.base import ModelSpec
-from djl_python_neuronx.engine.limits import sampled_on_host
+from djl_python_neuronx.engine.limits import longest_prompt, sampled_on_host
 from djl_python_neuronx.types import EngineRequest, FinishReason
 
 
@@ -18,11 +19,18 @@ class Sequence:
         self.request = request
         self.on_host = sampled_on_host(request, spec)
         """The host samples its tokens from logits, not the device: all of them, so that its history is complete."""
-        self.output_ids: list[int] = []
+        self.output_ids: list[int] = [*request.given_ids]
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.prefill_ids: Ids[int] = request.prompt_ids
+        """The tokens that prefills run: the known ones, as many as one may hold. Decode steps run the rest."""
+        if request.given_ids:
+            known_ids = [*request.prompt_ids, *request.given_ids]
+            self.prefill_ids = known_ids[: longest_prompt(spec)]
         self.num_cached = 0
-        """Prompt tokens in the cache: those that the backend already had, then every chunk that has run."""
+        """Tokens of the prefill in the cache: those that the backend already had, then every chunk that has run."""
+        self.num_ahead = self.prompt_len + len(self.output_ids) - len(self.prefill_ids)
+        """Known tokens behind those that the next call runs, or the last chunk: only with 0 a token is sampled."""
         sampling, wanted = request.sampling, request.max_new_tokens
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         # On the host too: logprobs must not change what a request's tokens are drawn from.
@@ -51,13 +59,19 @@ class Sequence:
 
     @property
     def num_uncached(self) -> int:
-        """Prompt tokens that a prefill must still run."""
-        return self.prompt_len - self.num_cached
+        """Tokens that a prefill must still run."""
+        return len(self.prefill_ids) - self.num_cached
 
     @property
     def next_position(self) -> int:
-        """Cache position of the newest token, which is not yet in the cache: the next decode step writes it."""
-        return self.prompt_len + len(self.output_ids) - 1
+        """Cache position of the token that the next decode step writes: the newest, unless known ones are ahead."""
+        return self.prompt_len + len(self.output_ids) - 1 - self.num_ahead
+
+    @property
+    def next_id(self) -> int:
+        """The token at `next_position`."""
+        place = len(self.output_ids) - 1 - self.num_ahead
+        return self.output_ids[place] if place >= 0 else self.request.prompt_ids[place]
 
     @property
     def num_missing(self) -> int:

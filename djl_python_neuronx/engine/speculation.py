@@ -94,7 +94,10 @@ class Speculator:
         """
         if self.proposer is None:
             return NO_PROPOSAL
-        counts = [min(self._max_drafts, sequence.num_missing - 1) for sequence in sequences]
+        counts = [
+            0 if sequence.num_ahead else min(self._max_drafts, sequence.num_missing - 1)
+            for sequence in sequences
+        ]
         if max(counts, default=0) < 1:
             return NO_PROPOSAL
         started_s = time.monotonic()
@@ -286,15 +289,16 @@ class DraftModel:
         return logits
 
 
-def verify(sampler: Sampler, logits: Float32Array, rows: Rows) -> Int32Array:
+def verify(sampler: Sampler, logits: Float32Array, rows: Rows, sampled: list[int]) -> Int32Array:
     """int32[B, K]: the token that the model draws after each row's own token and after its accepted drafts; -1: none.
 
-    `logits`: float32[B, K, V], those after every column of `rows`. The first token is always there, unless the row has
-    no distribution; each one that equals the draft in its place is followed by another.
+    `logits`: float32[B, K, V], those after every column of `rows`. `sampled`: the rows that get tokens. The first token
+    is always there, unless the row has no distribution; each one that equals the draft in its place is followed by
+    another.
     """
     count, width = rows.input_ids.shape
     tokens = np.full((count, width), -1, np.int32)
-    going = np.arange(count)
+    going = np.array(sampled, np.intp)
     for column in range(width):
         at = logits[:, column] if len(going) == count else logits[going, column]
         drawn = sampler.sample(at, rows.slots[going], rows.starts[going] + (column + 1))

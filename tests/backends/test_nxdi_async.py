@@ -82,7 +82,7 @@ def case(
         plan = nxdi_plan(
             folder,
             continuous=joins == "continuous",
-            prefill_buckets=(8, 47),
+            prefill_buckets=(8, 34 if joins == "continuous" else 47),
             on_device_generation={"do_sample": True, "dynamic": True, "global_top_k": 16},
             async_execution=True,
             output_logits=True,
@@ -124,15 +124,20 @@ ON_HOST: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_traffic_gives_what_each_gets_alone(case: Case, seed: int) -> None:
-    """Arrivals, lengths, ends, cancels and slots at random; odd seeds have rows for the host."""
+    """Arrivals, lengths, ends, cancels, slots and tokens that are known at random; odd seeds have rows for the host."""
     choose = random.Random(seed)
     engine = Engine(case.backend, decode_interleave=choose.choice([1, 2]))
     asked: dict[str, GenerationRequest] = {}
-    arrivals, given_up = {}, {}
+    arrivals, given_up, wanted = {}, {}, {}
     for name in "abcdefghij":
         prompt = [choose.randrange(2, 97) for _ in range(choose.choice([1, 2, 7, 20]))]
         kind = choose.choice([*ON_DEVICE, *ON_HOST] if seed % 2 else ON_DEVICE)
-        asked[name] = request(name, prompt, choose.choice([1, 5, 30]), **kind)
+        asked[name] = one = request(name, prompt, choose.choice([1, 5, 30]), **kind)
+        wanted[name] = case.alone(one)
+        if choose.random() < 0.5:
+            num_given = choose.randrange(len(wanted[name]))
+            asked[name] = replace(one, given_ids=wanted[name][:num_given])
+            del wanted[name][:num_given]
         arrivals[name] = choose.randrange(60)
         if choose.random() < 0.3:
             given_up[name] = arrivals[name] + choose.randrange(12)
@@ -148,8 +153,7 @@ def test_any_traffic_gives_what_each_gets_alone(case: Case, seed: int) -> None:
         for output in engine.step().outputs:
             assert output.error is None, output.error
             found[output.request_id] += output.token_ids
-    for name, one in asked.items():
-        alone = case.alone(one)
+    for name, alone in wanted.items():
         assert found[name] == (alone[: len(found[name])] if name in given_up else alone), name
 
 
