@@ -140,7 +140,7 @@ class TableTokenizer:
         """Not used."""
         raise NotImplementedError
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:
         """Not used while there are pieces."""
         raise NotImplementedError
 

@@ -196,6 +196,7 @@ class Service:
             options=self.options,
             max_model_len=self.loop.spec.max_model_len,
             vocab_size=self.loop.spec.vocab_size,
+            longest_prompt=longest_prompt(self.loop.spec),
             max_prompt_chars=self._max_prompt_chars,
             with_defaults=partial(with_defaults, configured=self.defaults, spec=self.loop.spec),
             default_max_tokens=self.defaults.get("max_new_tokens"),

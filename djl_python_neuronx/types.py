@@ -74,6 +74,10 @@ class GenerationRequest(EngineRequest):
     """The text of a special token stops at that token, which has no text in which it could be found."""
     include_stop: bool = False
     """True if the text keeps the stop string, or the token of `stop_token_ids`, that ended it."""
+    skips_special: bool = True
+    """False if special tokens within the text show their names."""
+    spaces_special: bool = False
+    """See `Tokenizer.decode`."""
     max_seconds: float = inf
     """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
     arrived_s: float = field(default_factory=time.monotonic)
@@ -152,8 +156,11 @@ class Tokenizer(Protocol):
         Raises `PromptTooLongError` if it has more than `max_chars` characters there.
         """
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:
+        """Text of ids; `skip`: special tokens are left out.
+
+        `spaces`: around added tokens, where a tokenizer in the library's Python adds them (transformers 4).
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of a token by itself, within a text: a special token's own text, b"" for an unknown id.

@@ -199,7 +199,7 @@ class TokenTable:
         """See `Tokenizer`."""
         return self.special.get(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:
         """See `Tokenizer`."""
         raise NotImplementedError
 
@@ -342,14 +342,14 @@ class PythonTokenizer(TokenTable):
             msg = f"chat_template_kwargs has {name!r}, which the server sets itself; leave it out"
             raise RequestError(msg, param=f"chat_template_kwargs.{name}")
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:
         """See `Tokenizer`."""
         with self._lock:
             text: str = self.library.decode(
                 list(ids),
-                skip_special_tokens=True,
+                skip_special_tokens=skip,
                 clean_up_tokenization_spaces=False,
-                spaces_between_special_tokens=False,
+                spaces_between_special_tokens=spaces,
             )
         return text
 
@@ -399,9 +399,9 @@ class FastTokenizer(PythonTokenizer):
         )
 
     @_no_panic()
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:  # noqa: ARG002
         """See `Tokenizer`."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip)
         return text
 
     @_no_panic()

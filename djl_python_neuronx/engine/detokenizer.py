@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -65,7 +66,10 @@ class TextStream:
         self._request = request
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
-        self._detokenizer = make_detokenizer(request.prompt_ids, tokenizer)
+        self._skips = request.skips_special
+        self._detokenizer = make_detokenizer(
+            request.prompt_ids, tokenizer, skip=self._skips, spaces=request.spaces_special
+        )
         self._stops = [_StopString(text) for text in request.stop_strings if text]
         found = {tokenizer.special_id(text): text for text in request.stop_strings}
         self.stop_tokens = {
@@ -95,10 +99,11 @@ class TextStream:
         for i, token_id in enumerate(ids):
             ends = i == last and reason is FinishReason.EOS
             special = token_id in self._special_ids or (ends and token_id not in self._shown_ids)
-            shown = "" if special else self._detokenizer.feed(token_id)
+            hidden = special and (self._skips or (ends and not self._request.include_stop))
+            shown = "" if hidden else self._detokenizer.feed(token_id)
             if self._stops or i == last:
                 shown, stopped = self._show(shown, ends=i == last)
-            if ends and self._request.include_stop:
+            if ends and hidden and self._request.include_stop:
                 shown += self.stop_tokens.get(token_id, "")
             score = scores[i] if scores is not None else None
             others = self._named(top[i]) if top else ()
@@ -205,21 +210,29 @@ class Detokenizer(Protocol):
         """Remaining text at the end: an incomplete character becomes U+FFFD."""
 
 
-def make_detokenizer(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> Detokenizer:
+def make_detokenizer(
+    prompt_ids: Sequence[int], tokenizer: Tokenizer, *, skip: bool = True, spaces: bool = False
+) -> Detokenizer:
     """The cheapest detokenizer for a tokenizer. The prompt's text and its text together equal `Tokenizer.decode`."""
     if tokenizer.pieces is None:
-        return _WindowDetokenizer(prompt_ids, tokenizer)
-    return _TableDetokenizer(prompt_ids, tokenizer, tokenizer.pieces)
+        return _WindowDetokenizer(prompt_ids, tokenizer, skip=skip, spaces=spaces)
+    return _TableDetokenizer(prompt_ids, tokenizer, tokenizer.pieces, skip=skip)
 
 
 class _TableDetokenizer:
     """Looks up the bytes of each token and returns whole characters: 0.3 µs per token."""
 
     def __init__(
-        self, prompt_ids: Sequence[int], tokenizer: Tokenizer, pieces: Sequence[bytes]
+        self,
+        prompt_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        pieces: Sequence[bytes],
+        *,
+        skip: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
+        self._named: frozenset[int] = frozenset() if skip else tokenizer.special_ids
         self._partial = b""
         self._at_start = not any(self._piece(token_id) for token_id in prompt_ids)
 
@@ -241,6 +254,8 @@ class _TableDetokenizer:
         return text
 
     def _piece(self, token_id: int) -> bytes:
+        if token_id in self._named:
+            return self._tokenizer.token_bytes(token_id)
         # Models are often padded beyond their tokenizer's vocabulary.
         return self._pieces[token_id] if token_id < len(self._pieces) else b""
 
@@ -259,9 +274,11 @@ class _WindowDetokenizer:
     The window is the latest tokens that became text, as context, and those that have not yet.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_ids
+    def __init__(
+        self, prompt_ids: Sequence[int], tokenizer: Tokenizer, *, skip: bool, spaces: bool
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip=skip, spaces=spaces)
+        self._special_ids = tokenizer.special_ids if skip else frozenset()
         # Without special ids: a context that has no text would make the next token look like the start of one.
         written = (one for one in reversed(prompt_ids) if one not in self._special_ids)
         self._window = list(islice(written, _CONTEXT_TOKENS))[::-1]
@@ -287,5 +304,5 @@ class _WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        known = self._tokenizer.decode(self._window[: self._num_context])
-        return self._tokenizer.decode(self._window)[len(known) :]
+        known = self._decode(self._window[: self._num_context])
+        return self._decode(self._window)[len(known) :]

@@ -99,10 +99,10 @@ class TokenizerProcess(TokenTable):
         ids: list[int] = self._call(self._timeout_s, "encode_chat", (messages, how), max_chars)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:
         """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`."""
         limit_s = min(self._timeout_s, DECODE_S + len(ids) / 1000)
-        text: str = self._call(limit_s, "decode", [*map(int, ids)], None)
+        text: str = self._call(limit_s, "decode", [*map(int, ids)], (skip, spaces))
         return text
 
     def close(self) -> None:

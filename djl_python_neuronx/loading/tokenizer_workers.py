@@ -168,7 +168,8 @@ def _made(limit_s: float, make: Callable[[], Any], failed: str) -> bytes:
 def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any, how: Any) -> Any:  # noqa: ANN401
     made: Sequence[Any]
     if kind == "decode":
-        made = tokenizer.decode(given)
+        skip, spaces = how
+        made = tokenizer.decode(given, skip=skip, spaces=spaces)
     elif kind == "encode":
         made = tokenizer.encode(given, special=how)
     else:

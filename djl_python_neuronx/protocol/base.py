@@ -124,6 +124,8 @@ class ParseContext:
     max_model_len: int = 0
     """Tokens of prompt and output together."""
     vocab_size: int = 0
+    longest_prompt: int = 0
+    """Most tokens of a prompt; 0 if that is not known."""
     max_prompt_chars: int | None = None
     """Longer text cannot fit, whatever its tokens are. It is rejected before tokenising, which could take seconds."""
     with_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
@@ -216,13 +218,16 @@ class ParseContext:
         *,
         count: int = 1,
         truncate: int | None = None,
+        side: str = "left",
+        special: bool = True,
         count_name: str = "n",
     ) -> list[GenerationRequest]:
         """`count` requests for each prompt, text or token ids, otherwise as `common`; the first one has its id.
 
         The first request of a prompt has the seed of `common`, each further one a seed that follows from it.
 
-        `truncate`: at least 1; so many tokens from the end of a prompt are kept, as in TGI and vLLM, without its BOS.
+        `truncate`: so many tokens of a prompt are kept, as in TGI and vLLM; -1: as many as the deployment takes. A
+        prompt that is truncated on the `side` "left" keeps its end, without its BOS. `special`: see `Tokenizer.encode`.
 
         Raises:
             RequestError: there are more than `MAX_SEQUENCES` requests, they list more than `MAX_LISTED` tokens for a
@@ -248,20 +253,30 @@ class ParseContext:
             replace(common.sampling, seed=None if seed is None else (seed + j * _SEED_STEP) % 2**64)
             for j in range(1, count)
         ]
+        if truncate == -1:
+            room = self.max_model_len - (common.max_new_tokens or 1)
+            truncate = max(1, min(self.longest_prompt, room)) if self.longest_prompt else None
         found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
             if truncate is not None and isinstance(prompt, str) and self.max_prompt_chars:
-                # Text before that is of no token that is kept: tokenising it takes time, and is refused.
-                prompt = prompt[-self.max_prompt_chars :]
-            prompt_ids = self.encode(prompt, name)
+                # Text beyond that is of no token that is kept: tokenising it takes time, and is refused.
+                prompt = _kept(prompt, self.max_prompt_chars, side)
+            prompt_ids = self.encode(prompt, name, special=special)
             if truncate is not None:
-                prompt_ids = prompt_ids[-truncate:]
+                prompt_ids = _kept(prompt_ids, truncate, side)
             one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
             for sampling in samplings:
                 request_id = f"{common.request_id}.{len(found)}" if found else common.request_id
                 found.append(replace(one, request_id=request_id, sampling=sampling))
         return found
+
+
+_Kept = TypeVar("_Kept", str, list[Any])
+
+
+def _kept(prompt: _Kept, count: int, side: str) -> _Kept:
+    return prompt[:count] if side == "right" else prompt[-count:]
 
 
 def named_model(payload: Mapping[str, Any], names: Sequence[str]) -> str | None:

@@ -27,8 +27,7 @@ _FIELDS = """
 [false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts
 [false] | return_token_ids return_token_offsets return_tokens_as_token_ids token_healing use_audio_in_video
 [false] | use_beam_search watermark watermarking
-[true] | add_special_tokens detokenize include_reasoning return_mm_kwargs separate_reasoning skip_special_tokens
-[true] | spaces_between_special_tokens stream_reasoning use_cache
+[true] | detokenize include_reasoning return_mm_kwargs separate_reasoning stream_reasoning use_cache
 [0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff frequency_penalty min_new_tokens
 [0] | min_tokens no_repeat_ngram_size penalty_alpha presence_penalty priority routed_experts_prompt_start
 [0] | routed_experts_start_len
@@ -42,7 +41,6 @@ _FIELDS = """
 [""] | suffix
 ["none"] | function_call
 ["none", "auto"] | tool_choice
-["left"] | truncation_side
 [["text"]] | modalities
 [{"type": "text"}] | response_format
 """

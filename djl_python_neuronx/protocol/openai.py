@@ -10,10 +10,10 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import orjson
-from pydantic import BeforeValidator
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from djl_python_neuronx.artifacts.manifest import package_version
@@ -119,11 +119,6 @@ class StreamOptions(RequestModel):
     """Without effect: answers are not padded."""
 
 
-def _unless_all(count: object) -> object:
-    """A count; -1, vLLM's word for all that fit, is none: a prompt that does not fit is an error here."""
-    return None if count == -1 else count
-
-
 class OpenAiParameters(GenerationParameters):
     """The parameters of all endpoints."""
 
@@ -132,7 +127,10 @@ class OpenAiParameters(GenerationParameters):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     max_tokens: MaybeCount = None
-    truncate_prompt_tokens: Annotated[MaybeCount, BeforeValidator(_unless_all)] = None
+    truncate_prompt_tokens: Annotated[
+        Union[Literal[-1], Annotated[int, Field(ge=1)], None],
+        Field(description="an integer of at least 1, or -1 for as many as fit"),
+    ] = None
 
 
 def model_entry(name: str, created: int, max_model_len: int) -> ModelEntry:
@@ -347,6 +345,8 @@ class OpenAiProtocol(WireProtocol):
             prompts,
             count=count,
             truncate=given.truncate_prompt_tokens,
+            side=given.truncation_side,
+            special=given.add_special_tokens,
             count_name="n" if count == given.n else "best_of",
         )
         stream = _stream(context) if given.stream else None

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from functools import cache
 from math import inf
-from typing import Annotated, Any, TypeVar, Union, cast
+from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
 import orjson
 from annotated_types import MaxLen
@@ -179,6 +179,14 @@ class GenerationParameters(RequestModel):
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf
+    truncation_side: Annotated[Literal["left", "right"], Field(description='"left" or "right"')] = (
+        "left"
+    )
+    """The end of the prompt that loses tokens where it is truncated."""
+    add_special_tokens: Flag = True
+    """Of a prompt that is text."""
+    skip_special_tokens: Flag = True
+    spaces_between_special_tokens: Flag = False
     typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1")] = 1.0
     """Only 1 where tokens are sampled."""
 
@@ -217,6 +225,8 @@ class GenerationParameters(RequestModel):
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             max_seconds=self.max_time,
+            skips_special=self.skip_special_tokens,
+            spaces_special=self.spaces_between_special_tokens,
             arrived_s=context.arrived_s,
             client_id=context.client_id,
             protocol=protocol,

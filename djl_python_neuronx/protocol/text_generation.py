@@ -261,7 +261,14 @@ def parsed_request(
         logprobs=keeps_tokens or (stream is not None and context.has_logprobs),
         top_logprobs=given.top_n_tokens if keeps_tokens or stream else 0,
     )
-    requests = context.requests(common, prompts, count=number, truncate=given.truncate)
+    requests = context.requests(
+        common,
+        prompts,
+        count=number,
+        truncate=given.truncate,
+        side=given.truncation_side,
+        special=given.add_special_tokens,
+    )
     if stream:
         keeps_tokens = common.top_logprobs > 0
     groups: list[list[Answer]] = []

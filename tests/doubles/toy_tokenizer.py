@@ -53,9 +53,12 @@ class ToyTokenizer:
         ]
         return self.encode("".join(texts))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip: bool = True, spaces: bool = False) -> str:
         """The text of ids."""
-        return "".join(f"<{i}>" for i in ids if i not in self.special_ids)
+        return "".join(
+            f"<{i}>" if i not in self.special_ids else "" if skip else self.token_bytes(i).decode()
+            for i in ids
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """The text of an id; of 2 the special token's own."""

@@ -129,6 +129,27 @@ def test_the_table_needs_no_decode(tokenizers, name):
     assert summary(feed_all(stream, ids))[0] == " quick 😀 fox"
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(words=st.lists(TEXTS, min_size=1), sizes=st.lists(st.integers(1, 5)))
+@settings(max_examples=30, deadline=None)
+def test_special_tokens_show_their_names_where_they_are_not_skipped(tokenizers, name, words, sizes):
+    tokenizer, made = tokenizers[name], MADE[name.split(",")[0]]
+    bos, eos = made.token_to_id("<s>"), made.token_to_id("</s>")
+    prompt_ids = made.encode("The").ids
+    ids = [one for text in words for one in (*folders.continuation(made, f" {text}"), bos)]
+
+    def decoded(token_ids):
+        return made.decode(token_ids, skip_special_tokens=False)
+
+    for include in (True, False):
+        request = request_for(prompt_ids, skips_special=False, include_stop=include)
+        stream = TextStream(request, tokenizer)
+        text, tokens, _ = summary(feed_all(stream, [*ids, eos], sizes, FinishReason.EOS))
+        shown = decoded([*prompt_ids, *ids, *([eos] if include else [])])
+        assert decoded(prompt_ids) + text == shown, "the token that ends a text is no part of it"
+        assert tokens[-1].special
+
+
 def test_the_leading_space_of_a_continuation_stays(tokenizers):
     made = MADE["llama"]
     space_fox = made.token_to_id("▁fox")
@@ -379,7 +400,7 @@ def test_top_tokens_come_with_each_token_and_have_their_own_text(tokenizers, nam
 def test_a_window_stays_as_short_at_the_end_of_a_long_text(tokenizers, name, monkeypatch):
     tokenizer, lens = tokenizers[name], []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: lens.append(len(ids)) or decode(ids))
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: lens.append(len(ids)) or decode(ids))
     ids = folders.continuation(MADE[name.split(",")[0]], " hello world" * 100)
     feed_all(TextStream(request_for(ids[:50]), tokenizer), ids)
     assert max(lens[len(lens) // 2 :]) <= max(lens[:20])

@@ -107,7 +107,13 @@ def test_every_parameter_arrives() -> None:
         max_time=2.5,
         details=True,
         top_n_tokens=2,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=True,
+        truncation_side="right",
+        add_special_tokens=False,
+        truncate=2,
     ).request
+    assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
     same = {name for name, value in vars(request).items() if value == vars(default)[name]}
     assert same == {"adapter", "client_id", "prompt_name"}, "give the others another value"
@@ -119,6 +125,7 @@ def test_every_parameter_arrives() -> None:
     assert request.ignore_eos
     assert request.max_seconds == 2.5
     assert request.logprobs
+    assert (request.skips_special, request.spaces_special) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +145,12 @@ def test_a_prompt_is_truncated_at_its_start(most: int, kept: list[int]) -> None:
 
 
 def test_a_text_too_long_for_any_prompt_is_truncated_too() -> None:
-    inputs, parameters = "<5>" * 10_000 + "<7><8>", {"truncate": 2}
+    inputs, parameters = "<7><8>" + "<5>" * 10_000 + "<7><8>", {"truncate": 2}
     parsed = parse({"inputs": inputs, "parameters": parameters}, max_prompt_chars=30)
     assert parsed.request.prompt_ids == [7, 8]
+    parameters |= {"truncation_side": "right", "truncate": 3}
+    parsed = parse({"inputs": inputs, "parameters": parameters}, max_prompt_chars=30)
+    assert parsed.request.prompt_ids == [1, 7, 8]
     with pytest.raises(PromptTooLongError):
         parse({"inputs": inputs}, max_prompt_chars=30)
 
@@ -254,7 +264,7 @@ def test_an_empty_body_has_the_shape_of_its_path() -> None:
         ({"adapter_id": "a"}, "'adapter_id' is not supported"),
         ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported"),
         ({"decoder_input_details": True, "stream": True}, "not answered by a stream"),
-        ({"skip_special_tokens": False}, "'skip_special_tokens' is not supported"),
+        ({"truncation_side": "top"}, '\'truncation_side\' is a string; expected "left" or "right"'),
         ({"length_penalty": 0.5}, "'length_penalty' is not supported"),
         ({"logprobs": 1}, "'logprobs' is not supported"),
     ],

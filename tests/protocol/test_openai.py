@@ -217,6 +217,33 @@ def test_parameters_with_two_meanings(body: Any) -> None:
     assert parse(body(temperature=2, top_k=-1)).request.sampling == SamplingParams(temperature=2)
 
 
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, [7, 8, 9]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [1, 5, 6]),
+        # As many as the longest bucket holds; fewer if the answer needs the positions.
+        ({"truncate_prompt_tokens": -1}, [6, 7, 8, 9]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 7}, [7, 8, 9]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 70}, [9]),
+        ({}, [1, 5, 6, 7, 8, 9]),
+    ],
+)
+@BOTH
+def test_a_prompt_is_truncated_where_the_request_says_so(body: Any, fields: Any, kept: Any) -> None:
+    text = "<5><6><7><8><9>"
+    prompt = {"role": "user", "content": text} if body is chat else text
+    fields = {"max_tokens": 1, **fields}
+    found = parse(body(prompt, **fields), longest_prompt=4, max_model_len=10)
+    assert found.request.prompt_ids == kept
+
+
+def test_a_prompt_without_special_tokens() -> None:
+    assert parse(complete(add_special_tokens=False)).request.prompt_ids == [5, 6]
+    with pytest.raises(RequestError, match="'truncate_prompt_tokens' is 0; expected an integer"):
+        parse(complete(truncate_prompt_tokens=0))
+
+
 def test_max_completion_tokens_counts_before_max_tokens() -> None:
     assert parse(chat(max_completion_tokens=3, max_tokens=5)).request.max_new_tokens == 3
 
