@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from djl_python_neuronx.backends.base import Int32Array, ModelSpec, Rows, Step, Want
-from djl_python_neuronx.engine.sampler import Sampler
+from djl_python_neuronx.engine.sampler import NO_TOKEN, NONE_ALLOWED, Sampler
 from djl_python_neuronx.engine.scheduler import Batch, Chunk
 from djl_python_neuronx.engine.sequence import Sequence
 
@@ -29,7 +29,7 @@ class Batcher:
         self._num_missing = 0
         """Steps until the first of these sequences has all its tokens."""
         self._ends: frozenset[int] = frozenset()
-        """Tokens that end one of these sequences, and -1, which stands for none."""
+        """Tokens that end one of these sequences, and those that stand for none."""
 
     def fill(self, batch: Batch, drafts: list[list[int]]) -> Step:
         """The step of a batch. `drafts[i]` are to verify after the newest token of `batch.decoding[i]`."""
@@ -81,7 +81,8 @@ class Batcher:
 
     def _note_ends(self, sequences: list[Sequence]) -> None:
         self._num_missing = min(sequence.num_missing for sequence in sequences)
-        self._ends = frozenset({-1}).union(*{sequence.stop_ids for sequence in sequences})
+        stop_ids = {sequence.stop_ids for sequence in sequences}
+        self._ends = frozenset({NO_TOKEN, NONE_ALLOWED}).union(*stop_ids)
 
     def _verification(self, sequences: list[Sequence], drafts: list[list[int]]) -> Rows:
         tokens = [[sequence.next_id, *ids] for sequence, ids in zip(sequences, drafts, strict=True)]

@@ -30,7 +30,7 @@ from djl_python_neuronx.engine.runner import (
     require_shape,
     translate,
 )
-from djl_python_neuronx.engine.sampler import Sampler
+from djl_python_neuronx.engine.sampler import NO_TOKEN, NONE_ALLOWED, Sampler
 from djl_python_neuronx.engine.scheduler import Batch, ChunkScheduler, Scheduler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.engine.speculation import (
@@ -43,6 +43,7 @@ from djl_python_neuronx.engine.speculation import (
 from djl_python_neuronx.errors import (
     BackendError,
     DeviceMemoryError,
+    RequestError,
     RequestTimeoutError,
     ServingError,
     StepError,
@@ -58,7 +59,7 @@ _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
 
 Sampled = tuple[Int32Array, Union[SamplingPlace, None]]
-"""int32[B, K]: the tokens of each row, -1: none. And where they were sampled, None if there are none."""
+"""int32[B, K]: the tokens of each row, below 0: none. And where they were sampled, None if there are none."""
 
 
 class StepResult(NamedTuple):
@@ -67,6 +68,15 @@ class StepResult(NamedTuple):
     outputs: list[TokenOutput]
     info: StepInfo | None = None
     """The graph that ran and its tokens; None if nothing ran, or it failed."""
+
+
+def _missing(token_id: int) -> ServingError:
+    """The error of a sequence that got `NONE_ALLOWED`, or `NO_TOKEN`, in place of a token."""
+    if token_id == NONE_ALLOWED:
+        message = "no token may follow, the request's rules exclude each one; loosen them"
+        return RequestError(message)
+    message = "the model gave no finite logit for this sequence; its output is lost, retry it"
+    return StepError(message)
 
 
 @dataclass
@@ -80,7 +90,7 @@ class Call:
     proposal: Proposal = NO_PROPOSAL
     ran: Ran | None = None
     tokens: Int32Array | None = None
-    """int32[B, K]: the tokens of each row; -1: none."""
+    """int32[B, K]: the tokens of each row; below 0: none."""
     place: SamplingPlace | None = None
     error: Exception | None = None
     """Any error of the backend; no sequence got a token."""
@@ -306,7 +316,7 @@ class Engine:
             tokens = output.ids.copy()
         else:
             on_host = [row for row, _ in sampled]
-            tokens = np.full((count, 1), -1, np.int32)
+            tokens = np.full((count, 1), NO_TOKEN, np.int32)
         if parts[-1].wants is Want.ALL_LOGITS:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(logits.shape[1], int(parts[-1].lens.max()))
@@ -349,10 +359,7 @@ class Engine:
         for row, sequence in sampled:
             taken = sequence.take(rows[row])
             if not taken:
-                message = (
-                    "the model gave no finite logit for this sequence; its output is lost, retry it"
-                )
-                outputs.append(self._fail(sequence, StepError(message)))
+                outputs.append(self._fail(sequence, _missing(rows[row][0])))
                 continue
             request, reason = sequence.request, sequence.finish_reason
             logits, top = None, request.top_logprobs

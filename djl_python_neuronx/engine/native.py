@@ -33,7 +33,8 @@ class _State(ctypes.Structure):
         ("num_slots", ctypes.c_int64),
         ("max_threads", ctypes.c_int64),
         ("rules", ctypes.c_void_p),
-        ("seen", ctypes.c_void_p),
+        ("listed", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
@@ -93,16 +94,17 @@ class Kernel:
         self,
         library: ctypes.PyDLL,
         rules: npt.NDArray[np.void],
-        seen: npt.NDArray[np.bool_],
+        listed: npt.NDArray[np.void],
+        masks: npt.NDArray[np.uint32],
         max_threads: int,
     ) -> None:
-        """`rules`, [slots] of `struct rules`, and `seen`, bool[slots, vocab], are read and written in place."""
-        num_slots, vocab_size = seen.shape
+        """Arrays in place: of `struct rules` for each slot, of `struct listed` for each slot and token, and masks."""
+        num_slots, vocab_size = listed.shape
         max_threads = min(max_threads, num_slots)
         slots, positions, self._tokens = np.zeros((3, num_slots), np.int32)
         size = max_threads * library.scratch_size(vocab_size) * np.float32().nbytes
         scratch = np.empty(size + _ALIGNMENT, np.uint8)
-        arrays = (rules, seen, slots, positions, self._tokens)
+        arrays = (rules, listed, masks, slots, positions, self._tokens)
         state = _State(
             *(vocab_size, num_slots, max_threads),
             *(array.ctypes.data for array in arrays),

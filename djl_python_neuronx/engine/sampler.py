@@ -1,9 +1,10 @@
 """The sampler: from logits to tokens, in two stages for each row.
 
-`edit` applies a slot's own rules to its logits: penalties. `draw` makes probabilities of them (temperature, top_k),
-applies all other rules, and draws. All of these rules judge the same probabilities; a token stays if each of them keeps
-it. They keep or drop equal logits together: a tie at the k-th value, or at the edge of the nucleus, is kept whole.
-Greedy takes the lowest id of a tie. A rule that a row does not use costs one test of its parameter.
+`edit` applies a slot's own rules to its logits: penalties, and the mask that its constraints make (`masks.py`). `draw`
+makes probabilities of them (temperature, top_k), applies all other rules, and draws. All of these rules judge the same
+probabilities; a token stays if each of them keeps it. They keep or drop equal logits together: a tie at the k-th value,
+or at the edge of the nucleus, is kept whole. Greedy takes the lowest id of a tie. A rule that a row does not use costs
+one test of its parameter.
 
 This module defines every rule, for one row. `sampling.c` has the same stages compiled, for all rows of a step in one
 call; it is used where the package has it (`native.py`). Both give the same tokens on every machine: all arithmetic
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from djl_python_neuronx.engine.masks import BoolArray, Constraint, Masks
 from djl_python_neuronx.engine.native import LIBRARY, Kernel, load
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -31,7 +33,8 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]
-BoolArray = npt.NDArray[np.bool_]
+ListedTokens = npt.NDArray[np.void]
+"""An array of `LISTED`."""
 Rules = Any
 """One element of an array of `RULES`."""
 
@@ -44,11 +47,18 @@ RULES = np.dtype(
         ("min_p", np.float32),
         ("penalty", np.float32),
         ("top_k", np.int32),
+        ("penalises", np.int32),
+        ("num_listed", np.int32),
+        ("masked", np.int32),
     ],
     align=True,
 )
 """The rules of a slot, as `struct rules` has them. `stream` of random numbers; `scale`: log2(e) / temperature. Greedy
-is a top_k of 1."""
+is a top_k of 1. `penalises`: each token of the history is listed; `num_listed`: tokens in the slot's list."""
+LISTED = np.dtype([("id", np.int32), ("count", np.int32)])
+"""A token whose logit a slot's rules change, as `struct listed` has it. `count` of it in the output."""
+NO_TOKEN, NONE_ALLOWED = -1, -2
+"""In place of a token: the logits are no distribution, and the slot's mask leaves no finite logit."""
 _COLUMNS = 1024
 """Columns of the table in which a row is summed: element i is in column i % 1024. Whole lines cost one pass of long
 vectors (blocks of neighbours: five times slower), and the columns' sums locate a draw in two short searches."""
@@ -58,6 +68,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 """Range of parameters: neither they nor their inverse leave float32, nor do products of them become zero."""
 _LOG2_E = 1.4426950408889634
 _LOWEST = np.finfo(np.float32).min
+_INFINITY = np.float32(np.inf)
 _ROUNDING = np.float32(1.5 * 2**23)
 """Adding it rounds to an integer."""
 _POWER = np.array(
@@ -89,13 +100,17 @@ def most_likely(row: Float32Array, count: int) -> list[int]:
     return found
 
 
-def edit(row: Float32Array, rules: Rules, seen: BoolArray) -> Float32Array:
-    """The row with the slot's own rules applied; the row itself if it has none. `seen`: tokens of the history."""
-    if rules["penalty"] == 1:
+def edit(
+    row: Float32Array, rules: Rules, listed: ListedTokens, allowed: BoolArray | None
+) -> Float32Array:
+    """The row with the slot's own rules applied; the row itself if it has none. `allowed`: its mask, bool[V]."""
+    listed = listed[: rules["num_listed"]]
+    if allowed is None and not len(listed):
         return row
-    row, ids = row.copy(), np.flatnonzero(seen)
+    row = row.copy() if allowed is None else np.where(allowed, row, -_INFINITY)
+    values = row[listed["id"]]
     # Source: CTRL (2019).
-    row[ids] = np.where(row[ids] > 0, row[ids] / rules["penalty"], row[ids] * rules["penalty"])
+    row[listed["id"]] = np.where(values > 0, values / rules["penalty"], values * rules["penalty"])
     return row
 
 
@@ -208,16 +223,18 @@ class Sampler:
     def __init__(
         self, num_slots: int, vocab_size: int, *, library: Path | None = LIBRARY, threads: int = 1
     ) -> None:
-        """No slot holds a sequence yet. Memory: num_slots * vocab_size bytes, touched for penalties only.
+        """No slot holds a sequence yet. Memory: 8 bytes for each slot and token, touched for listed tokens only.
 
         `library`: see `native.load`; `threads`: the most that sample the rows of one call.
         """
         self._rules = np.zeros(num_slots, RULES)
         self._rules[:] = _packed(SamplingParams(top_k=1), vocab_size, 0)
-        # A table: a look-up costs the same at token 64 and at token 4096.
-        self._seen = np.zeros((num_slots, vocab_size), np.bool_)
+        self._listed = np.zeros((num_slots, vocab_size), LISTED)
+        self._masks = Masks(num_slots, vocab_size)
         compiled = load(library)
-        self._kernel = compiled and Kernel(compiled, self._rules, self._seen, threads)
+        self._kernel = compiled and Kernel(
+            compiled, self._rules, self._listed, self._masks.bits, threads
+        )
 
     def assign(
         self,
@@ -226,22 +243,33 @@ class Sampler:
         prompt_ids: Sequence[int],
         seed: int,
         output_ids: Sequence[int] = (),
+        constraints: Sequence[Constraint] = (),
     ) -> None:
         """Start a sequence in a slot. `seed` is `params.seed`, or one drawn by the engine.
 
-        `output_ids`: its generated tokens, if it has some already.
+        `output_ids`: its generated tokens, if it has some already; `constraints`: see `Masks.assign`.
         """
         self.release(slot)
-        self._rules[slot] = _packed(params, self._seen.shape[1], seed)
-        if params.repetition_penalty != 1:
-            self._seen[slot, np.asarray(prompt_ids, np.intp)] = True
-            self._seen[slot, np.asarray(output_ids, np.intp)] = True
+        self._rules[slot] = _packed(params, self._listed.shape[1], seed)
+        if self._rules["penalises"][slot]:
+            self._list(slot, prompt_ids, output_ids)
+        if constraints:
+            self._rules["masked"][slot] = True
+            self._masks.assign(slot, constraints, output_ids)
+
+    def _list(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        output = np.asarray(output_ids, np.int32)
+        ids = np.unique(np.concatenate([np.asarray(prompt_ids, np.int32), output]))
+        self._rules["num_listed"][slot] = len(ids)
+        listed = self._listed[slot, : len(ids)]
+        listed["id"], listed["count"] = ids, 0
+        np.add.at(listed["count"], ids.searchsorted(output), 1)
 
     def release(self, slot: int) -> None:
         """End the sequence of a slot; idempotent."""
-        if self._rules["penalty"][slot] != 1:
-            self._rules["penalty"][slot] = 1
-            self._seen[slot] = False
+        for name in ("penalises", "num_listed", "masked"):
+            self._rules[name][slot] = 0
+        self._masks.release(slot)
 
     def device_rows(self, slots: Int32Array) -> Float32Array:
         """float32[B, 3]: top_k (0: off), top_p, temperature, for a device that samples; greedy is (1, 1.0, 1.0)."""
@@ -252,33 +280,49 @@ class Sampler:
     def sample(
         self, logits: Float32Array, slots: Int32Array, positions: Int32Array, *, note: bool = True
     ) -> Int32Array:
-        """int32[B]: the next token of each slot, entered into its history; -1 where no distribution exists.
+        """int32[B]: the next token of each slot, entered into its history; `NO_TOKEN` where no distribution exists.
 
-        That is a row with a NaN, with +inf, or without any finite logit. `logits`, float32[B, V] with contiguous rows,
-        is only read. `positions`, int32[B], is the index of the new token within its sequence; the draw depends on it.
-        Without `note` the history stays as it is: a draft is not yet a token.
+        That is a row with a NaN, with +inf, or without any finite logit; where the slot's mask leaves none it is
+        `NONE_ALLOWED`. `logits`, float32[B, V] with contiguous rows, is only read. `positions`, int32[B], is the index
+        of the new token within its sequence; the draw depends on it. Without `note` masks are not used, and the history
+        stays as it is: a draft is not yet a token.
         """
         if self._kernel is not None:
-            return self._kernel.sample(logits, slots, positions, note)
-        rows, tokens = np.asarray(logits, np.float32), np.full(len(slots), -1, np.int32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, (slot, position) in enumerate(
-                zip(slots.tolist(), positions.tolist(), strict=True)
-            ):
-                tokens[i] = self._token(rows[i], slot, position)
-        if note:
-            noted = (tokens >= 0) & (self._rules["penalty"][slots] != 1)
-            self._seen[slots[noted], tokens[noted]] = True
+            tokens = self._kernel.sample(logits, slots, positions, note)
+        else:
+            rows, tokens = np.asarray(logits, np.float32), np.zeros(len(slots), np.int32)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for i, (slot, position) in enumerate(
+                    zip(slots.tolist(), positions.tolist(), strict=True)
+                ):
+                    tokens[i] = self._token(rows[i], slot, position, note)
+                    if note and tokens[i] >= 0 and self._rules["penalises"][slot]:
+                        self._count(slot, tokens[i])
+        if note and self._masks:
+            self._masks.note(slots.tolist(), tokens.tolist())
         return tokens
 
-    def _token(self, row: Float32Array, slot: int, position: int) -> int:
-        """The token of one row, or -1."""
+    def _count(self, slot: int, token: np.int32) -> None:
+        """Enter a generated token into the slot's list."""
+        num_listed = self._rules["num_listed"][slot]
+        listed = self._listed[slot]
+        places = np.flatnonzero(listed["id"][:num_listed] == token)
+        if not len(places):
+            listed[num_listed] = token, 1
+            self._rules["num_listed"][slot] += 1
+        else:
+            listed["count"][places] += 1
+
+    def _token(self, row: Float32Array, slot: int, position: int, note: bool) -> int:
+        """The token of one row; see `sample`."""
         rules = self._rules[slot]
-        row = edit(row, rules, self._seen[slot])
+        masked = note and rules["masked"]
+        allowed = self._masks.allowed(slot) if masked else None
+        row = edit(row, rules, self._listed[slot], allowed)
         winner = row.argmax()  # the first NaN, if there is one
         best = row[winner]
         if not isfinite(best):
-            return -1
+            return NONE_ALLOWED if masked and best == -np.inf else NO_TOKEN
         if rules["top_k"] == 1:
             return int(winner)
         if not 0 < rules["top_k"] < len(row):
@@ -302,4 +346,7 @@ def _packed(params: SamplingParams, vocab_size: int, seed: int) -> tuple[float, 
         params.min_p,
         min(max(params.repetition_penalty, _SMALLEST), _LARGEST),
         min(params.top_k, vocab_size),
+        params.repetition_penalty != 1,
+        0,
+        0,
     )

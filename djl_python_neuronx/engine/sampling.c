@@ -42,9 +42,18 @@ struct rules {
     double top_p;    /* 1: off */
     float scale;     /* log2(e) / temperature */
     float temperature;
-    float min_p;   /* 0: off */
-    float penalty; /* 1: off */
-    int32_t top_k; /* 0: off; 1: greedy */
+    float min_p;    /* 0: off */
+    float penalty;  /* 1: off */
+    int32_t top_k;  /* 0: off; 1: greedy */
+    int32_t penalises;  /* each token of the history is listed */
+    int32_t num_listed; /* tokens in the slot's list */
+    int32_t masked;     /* the slot's mask applies */
+};
+
+/* A token whose logit a slot's rules change; `LISTED` in sampler.py. */
+struct listed {
+    int32_t id;
+    int32_t count; /* of it in the output */
 };
 
 /* An array of numpy: the structure of its array interface protocol (PyArrayInterface). */
@@ -64,9 +73,10 @@ struct sampler {
     int64_t vocab_size;
     int64_t num_slots;
     int64_t max_threads;
-    const struct rules *rules; /* [num_slots] */
-    uint8_t *seen;             /* [num_slots][vocab_size]: 1 for a token of a history */
-    int32_t *slots;            /* [num_slots]; of the rows of a call, as the next two */
+    struct rules *rules;   /* [num_slots] */
+    struct listed *listed; /* [num_slots][vocab_size] */
+    const uint32_t *masks; /* [num_slots][mask_size()]: a bit for each token, 1 if it may follow */
+    int32_t *slots;        /* [num_slots]; of the rows of a call, as the next two */
     int32_t *positions;
     int32_t *tokens;
     float *scratch; /* [max_threads][scratch_size()] */
@@ -77,6 +87,7 @@ enum {
     LANES = 16,
     GROUP = 1024,   /* elements whose maxima are taken together */
     COLUMNS = 1024, /* of the table in which weights are summed; `_COLUMNS` in sampler.py */
+    WORD = 32,      /* bits of a mask that stand together */
     LINE = 64,      /* neighbours that are processed at once */
     CACHE_LINE = 16, /* elements that memory gives at once */
     AHEAD = 2048,    /* elements from one that is read to one that is prefetched */
@@ -114,6 +125,8 @@ INLINE struct scratch scratch_of(const struct sampler *s, int64_t thread)
     return found;
 }
 
+INLINE int64_t mask_size(const struct sampler *s) { return (s->vocab_size + WORD - 1) / WORD; }
+
 INLINE uint32_t bits_of(float value)
 {
     uint32_t bits;
@@ -130,27 +143,50 @@ INLINE float float_of(uint32_t bits)
 
 /* ---- Stage 1: edit ---- */
 
-/* Apply the slot's own rules to a row. Returns the row itself if it has none, else `edited`. */
-INLINE const float *edit(const float *row, int64_t size, const struct rules *rules, const uint8_t *seen, float *edited)
+/* Copy a row, with -inf in place of tokens that the mask excludes; `mask` NULL: it excludes none. */
+INLINE void copy(const float *row, int64_t size, const uint32_t *mask, float *edited)
 {
-    float penalty = rules->penalty;
-    if (penalty == 1)
-        return row;
-    for (int64_t start = 0; start < size; start += LINE) {
-        int64_t end = start + LINE < size ? start + LINE : size;
-        uint32_t any = 0;
-        for (int j = 0; j < LINE; j += CACHE_LINE)
+    for (int64_t start = 0; start < size; start += WORD) {
+        int64_t count = size - start < WORD ? size - start : WORD;
+        uint32_t allowed = mask ? mask[start / WORD] : UINT32_MAX;
+        for (int j = 0; j < WORD; j += CACHE_LINE)
             __builtin_prefetch(row + start + AHEAD + j);
-        __builtin_prefetch(seen + start + AHEAD);
-        for (int64_t i = start; i < end; i++)
-            any |= seen[i];
-        memcpy(edited + start, row + start, (size_t)(end - start) * sizeof *row);
-        for (int64_t i = start; any && i < end; i++) {
-            float penalised = row[i] > 0 ? row[i] / penalty : row[i] * penalty;
-            edited[i] = seen[i] ? penalised : row[i];
-        }
+        if (count == WORD && allowed == UINT32_MAX)
+            memcpy(edited + start, row + start, WORD * sizeof *row);
+        else if (count == WORD)
+            for (int j = 0; j < WORD; j++)
+                edited[start + j] = allowed >> j & 1 ? row[start + j] : -HUGE_VALF;
+        else
+            for (int64_t j = 0; j < count; j++)
+                edited[start + j] = allowed >> j & 1 ? row[start + j] : -HUGE_VALF;
+    }
+}
+
+/* Apply the slot's own rules to a row. Returns the row itself if it has none, else `edited`. `mask`: see `copy`. */
+INLINE const float *edit(const float *row, int64_t size, const struct rules *rules, const struct listed *listed,
+                         const uint32_t *mask, float *edited)
+{
+    if (!mask && !rules->num_listed)
+        return row;
+    copy(row, size, mask, edited);
+    for (int32_t i = 0; i < rules->num_listed; i++) {
+        float *value = edited + listed[i].id;
+        *value = *value > 0 ? *value / rules->penalty : *value * rules->penalty;
     }
     return edited;
+}
+
+/* Enter a generated token into the slot's list. */
+static void enter(struct rules *rules, struct listed *listed, int32_t token)
+{
+    int32_t place = 0;
+    while (place < rules->num_listed && listed[place].id != token)
+        place++;
+    if (place == rules->num_listed) {
+        rules->num_listed++;
+        listed[place] = (struct listed){.id = token};
+    }
+    listed[place].count++;
 }
 
 /* ---- Stage 2: draw ---- */
@@ -418,14 +454,16 @@ INLINE int64_t draw(const struct rules *rules, int32_t position, int64_t count, 
     }
 }
 
-/* The token of one row; -1 if it has no distribution. */
-FOR_EACH_PROCESSOR static int32_t token_of(const struct rules *rules, const float *row, const uint8_t *seen,
-                                           int32_t position, int64_t size, struct scratch *s)
+enum { NO_TOKEN = -1, NONE_ALLOWED = -2 };
+
+/* The token of one row; NO_TOKEN if it has no distribution, NONE_ALLOWED if its mask leaves nothing of it. */
+FOR_EACH_PROCESSOR static int32_t token_of(const struct rules *rules, const float *row, const struct listed *listed,
+                                           const uint32_t *mask, int32_t position, int64_t size, struct scratch *s)
 {
-    row = edit(row, size, rules, seen, s->edited);
+    row = edit(row, size, rules, listed, mask, s->edited);
     float best = survey(row, size, s->maxima);
     if (!(best >= -FLT_MAX && best <= FLT_MAX))
-        return -1;
+        return mask && best == -HUGE_VALF ? NONE_ALLOWED : NO_TOKEN;
     if (rules->top_k == 1)
         return (int32_t)first(row, size, best, s->maxima);
     if (rules->top_k == 0 || rules->top_k >= size) {
@@ -457,13 +495,14 @@ static void take_rows(struct call *call, int64_t thread)
         int64_t i = atomic_fetch_add_explicit(&call->next, 1, memory_order_relaxed);
         if (i >= call->count)
             return;
-        const struct rules *rules = s->rules + s->slots[i];
-        uint8_t *seen = s->seen + s->slots[i] * s->vocab_size;
+        struct rules *rules = s->rules + s->slots[i];
+        struct listed *listed = s->listed + s->slots[i] * s->vocab_size;
+        const uint32_t *mask = call->note && rules->masked ? s->masks + s->slots[i] * mask_size(s) : NULL;
         const float *row = (const float *)(call->logits + i * call->stride);
-        int32_t token = token_of(rules, row, seen, s->positions[i], s->vocab_size, &scratch);
+        int32_t token = token_of(rules, row, listed, mask, s->positions[i], s->vocab_size, &scratch);
         s->tokens[i] = token;
-        if (call->note && token >= 0 && rules->penalty != 1)
-            seen[token] = 1;
+        if (call->note && token >= 0 && rules->penalises)
+            enter(rules, listed, token);
     }
 }
 

@@ -85,7 +85,7 @@ class Sequence:
         return [*self.request.prompt_ids[position:], *self.output_ids]
 
     def take(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Append generated tokens up to a -1, or up to the one that ends the sequence; returns those appended."""
+        """Append tokens up to one below 0, or up to the one that ends the sequence; returns those appended."""
         taken: tuple[int, ...] = ()
         for token_id in token_ids:
             if token_id < 0:

@@ -27,7 +27,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.engine.batching import plain_rows
 from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, Runner, translate
-from djl_python_neuronx.engine.sampler import Sampler
+from djl_python_neuronx.engine.sampler import NO_TOKEN, Sampler
 from djl_python_neuronx.engine.sequence import Sequence
 from djl_python_neuronx.errors import BackendError
 
@@ -290,14 +290,16 @@ class DraftModel:
 
 
 def verify(sampler: Sampler, logits: Float32Array, rows: Rows, sampled: list[int]) -> Int32Array:
-    """int32[B, K]: the token that the model draws after each row's own token and after its accepted drafts; -1: none.
+    """int32[B, K]: the token that the model draws after each row's own token and after its accepted drafts.
+
+    Below 0: none.
 
     `logits`: float32[B, K, V], those after every column of `rows`. `sampled`: the rows that get tokens. The first token
     is always there, unless the row has no distribution; each one that equals the draft in its place is followed by
     another.
     """
     count, width = rows.input_ids.shape
-    tokens = np.full((count, width), -1, np.int32)
+    tokens = np.full((count, width), NO_TOKEN, np.int32)
     going = np.array(sampled, np.intp)
     for column in range(width):
         at = logits[:, column] if len(going) == count else logits[going, column]

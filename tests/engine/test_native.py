@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djl_python_neuronx.engine import native
+from djl_python_neuronx.engine.masks import UInt32Array
 from djl_python_neuronx.engine.sampler import Float32Array, Int32Array, Sampler
 from djl_python_neuronx.sampling import SamplingParams
 
@@ -44,13 +45,28 @@ RULES = {
 PARAMS = st.builds(SamplingParams, **RULES)
 
 
+@dataclass
+class Excludes:
+    """A constraint: after each token another share of the vocabulary may follow."""
+
+    share: float
+    seed: int
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        rng = np.random.default_rng([self.seed, len(output_ids), *output_ids[-1:]])
+        words = rng.integers(0, 2**32, len(bits), np.uint32)
+        # Whole words of either kind, and mixed ones.
+        kinds = rng.random(len(bits)) / max(self.share, 1e-9)
+        bits &= np.where(kinds < 0.5, np.uint32(0), np.where(kinds < 1, words, ~np.uint32(0)))
+
+
 @dataclass(frozen=True)
 class Case:
     """Logits and what is asked of them."""
 
     vocab_size: int
-    rows: list[tuple[SamplingParams, int, int]]
-    """Parameters, seed, length of the prompt."""
+    rows: list[tuple[SamplingParams, int, int, float | None]]
+    """Parameters, seed, length of the prompt, share of the words of the mask that exclude tokens; None: no mask."""
     seed: int
     scale: float
     coarse: bool
@@ -90,8 +106,11 @@ class Case:
         assert (sampler._kernel is None) == (library is None)
         rng = np.random.default_rng(self.seed)
         slots = rng.permutation(len(self.rows) + 2)[: len(self.rows)].astype(np.int32)
-        for slot, (params, seed, length) in zip(slots, self.rows, strict=True):
-            sampler.assign(slot, params, rng.integers(0, self.vocab_size, length).tolist(), seed)
+        for slot, (params, seed, length, excluded) in zip(slots, self.rows, strict=True):
+            constraints = [] if excluded is None else [Excludes(excluded, seed)]
+            known = rng.integers(0, self.vocab_size, length).tolist()
+            prompt, output = known[: length // 2], known[length // 2 :]
+            sampler.assign(int(slot), params, prompt, seed, output, constraints)
         logits, found = self.logits(), []
         for step in range(3):
             positions = np.full(len(slots), self.position + step, np.int32)
@@ -104,7 +123,14 @@ CASES = st.builds(
     Case,
     vocab_size=st.sampled_from([1, 2, 63, 300, 1023, 1024, 1025, 2048, 5003, 20_000]),
     rows=st.lists(
-        st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 80)), min_size=1, max_size=5
+        st.tuples(
+            PARAMS,
+            st.integers(0, 2**64 - 1),
+            st.integers(0, 80),
+            st.sampled_from([None, None, 0, 0.5, 1, 2]),
+        ),
+        min_size=1,
+        max_size=5,
     ),
     seed=st.integers(0, 2**32),
     scale=st.sampled_from([0.01, 1, 3, 20, 1e30, 1e38]),
@@ -180,7 +206,7 @@ NUCLEUS = SamplingParams(temperature=1.0, top_p=0.9)
 
 class TestThreads:
     def case(self, params: SamplingParams = NUCLEUS) -> Case:
-        rows = [(params, seed, 9) for seed in range(64)]
+        rows = [(params, seed, 9, None if seed % 2 else 0.5) for seed in range(64)]
         return Case(20_000, rows, 5, 1, False, 0, [(3, 0.5, np.nan)], "plain", 7, True)
 
     def test_the_same_tokens_whatever_their_number(self, libraries: dict[str, Path]) -> None:

@@ -1,0 +1,78 @@
+"""Constraints and their masks: which tokens a slot may sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from djl_python_neuronx.engine.masks import UInt32Array
+from djl_python_neuronx.engine.native import LIBRARY
+from djl_python_neuronx.engine.sampler import NO_TOKEN, NONE_ALLOWED, Sampler
+from djl_python_neuronx.sampling import SamplingParams
+
+
+class Ascending:
+    """Only larger tokens than the last one follow, and only those of one residue."""
+
+    def __init__(self, modulus: int) -> None:
+        self.modulus = modulus
+
+    def allows(self, output_ids: list[int], token: int) -> bool:
+        return token % self.modulus == 0 and token > max(output_ids[-1:], default=-1)
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        for token in range(32 * len(bits)):
+            if not self.allows(output_ids, token):
+                bits[token // 32] &= ~np.uint32(1 << token % 32)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("vocab_size", [31, 32, 75, 1100])
+def test_only_what_each_constraint_allows_is_sampled(vocab_size: int, native: bool) -> None:
+    """Two constraints in one slot, and a slot without any beside it, behind given tokens."""
+    sampler = Sampler(3, vocab_size, library=LIBRARY if native else None)
+    logits = np.random.default_rng(5).standard_normal((2, vocab_size)).astype(np.float32)
+    slots, rules = np.array([0, 2], np.int32), [Ascending(3), Ascending(2)]
+    for params in (SamplingParams(), SamplingParams(temperature=2.0, top_k=4, top_p=0.9)):
+        output, ended = [6], False
+        sampler.assign(0, params, [1], 7)
+        sampler.assign(2, params, [1], 7, output, rules)
+        for position in range(2, 2 + vocab_size):
+            at = np.array([position] * 2, np.int32)
+            allowed = [
+                token
+                for token in range(vocab_size)
+                if all(rule.allows(output, token) for rule in rules)
+            ]
+            alone = Sampler(1, vocab_size, library=None)
+            alone.assign(0, params, [1], 7)
+            draft = sampler.sample(logits, slots, at, note=False)
+            free, token = sampler.sample(logits, slots, at).tolist()
+            assert [free] == alone.sample(logits[:1], slots[:1], at[:1]).tolist()
+            assert draft[1] == alone.sample(logits[1:], slots[:1], at[:1])[0]
+            if not allowed:
+                assert token == NONE_ALLOWED
+                ended = True
+                break
+            masked = np.full((1, vocab_size), -np.inf, np.float32)
+            masked[0, allowed] = logits[1, allowed]
+            assert token == alone.sample(masked, slots[:1], at[:1])[0]
+            output.append(token)
+        assert ended
+    sampler.release(2)
+    sampler.assign(2, SamplingParams(), [], 0)
+    assert sampler.sample(logits, slots, at)[1] == logits[1].argmax()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_mask_that_leaves_nothing_differs_from_logits_that_are_no_distribution(
+    native: bool,
+) -> None:
+    sampler = Sampler(4, 100, library=LIBRARY if native else None)
+    logits = np.zeros((4, 100), np.float32)
+    logits[0, 50], logits[1, ::3], logits[2] = np.nan, -np.inf, -np.inf
+    for slot in (0, 1):
+        sampler.assign(slot, SamplingParams(), [], 0, constraints=[Ascending(3)])
+    found = sampler.sample(logits, np.arange(4, dtype=np.int32), np.zeros(4, np.int32))
+    # Token 50 of the first is not allowed.
+    assert found.tolist() == [0, NONE_ALLOWED, NO_TOKEN, 0]
