@@ -50,6 +50,9 @@ METRICS: dict[str, Metric] = {
         "counter", "Generated tokens, including tokens that a stop string removed."
     ),
     "prompt_tokens_total": Metric("counter", "Prompt tokens of the requests that ended."),
+    "cached_prompt_tokens_total": Metric(
+        "counter", "Prompt tokens that the cache held, not run again."
+    ),
     "padding_tokens_total": Metric("counter", "Padding computed in prefills, in tokens."),
     "reencoded_tokens_total": Metric(
         "counter", "Tokens prefilled again when a request joins a static batch."
@@ -189,6 +192,8 @@ class Recorder:
         if info is None:
             return
         metrics["reencoded_tokens_total"].inc(info.num_reprefilled)
+        if info.cached:
+            metrics["cached_prompt_tokens_total"].inc(sum(info.cached.values()))
         if info.draft_s:
             metrics["draft_seconds"].observe(info.draft_s)
         if info.draft_error is not None:

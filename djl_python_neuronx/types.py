@@ -49,6 +49,8 @@ class EngineRequest:
     given_ids: Annotated[Sequence[int], SkipValidation] = ()
     """The first generated tokens, which an engine gave before: the sequence goes on behind them. They count in all that
     counts generated tokens, and no output has them."""
+    cache_salt: str = ""
+    """Requests with the same one, and with the same adapter, share what the cache has of their prompts."""
     client_id: str = ""
     """The client's own id, for its response and for logs."""
 

@@ -75,6 +75,8 @@ class ModelSpec:
     """Cache columns that a sequence takes at a time, for `cache_buckets`."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
+    prefix_block: int = 0
+    """Tokens that a prompt's prefix is reused by; 0: no prefix is ever reused (see `Backend.cached`)."""
     simulated: bool = False
     """No model runs, and all answers are made up."""
     adapters: tuple[str, ...] = ("",)
@@ -185,14 +187,20 @@ class Backend(Protocol):
             BackendError: the step failed; `fatal` if the backend is lost.
         """
 
-    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
+    def cached(self, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """Return how many tokens of a prompt are in the cache, so that its prefill need not run them.
 
-        The engine chooses the prompt's slot and bucket by it, and then acquires the slot. At most all but the last
-        token, which gives the first new one. A look-up without a device call; never raises.
+        The engine chooses the prompt's bucket by it, then its slot (`place`), and acquires the slot. At most all but
+        the last token, which gives the first new one. Only prompts of the same adapter and salt share tokens. A look-up
+        without a device call; never raises.
         """
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+    def place(
+        self, free: Sequence[int], prompt_ids: Sequence[int], adapter: int, salt: str = ""
+    ) -> int:
+        """Return the slot among the `free` ones, which ascend, that a prompt should get. As `cached` a look-up."""
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """Reserve a slot for a prompt.
 
         Returns how many of its tokens the slot has in the cache now: as `cached`, unless another prompt that was

@@ -50,6 +50,8 @@ class LoadPlan:
     """Drafts that a decode verifies; 0: none."""
     mixed_steps: bool = False
     """Prompts run in chunks beside decodes; the prefill buckets are then numbers of tokens of a whole step."""
+    prefix_caching: bool = False
+    """A prompt reuses the prefix that a slot has, where the backend can."""
     default_top_k: Literal["global_top_k"] | None = None
     """top_k of a row that sets none, if the device samples; None: such a row is refused."""
     presharded: bool = False

@@ -21,6 +21,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.prefixes import Owner, Prefixes
 from djl_python_neuronx.backends.shapes import check_budget, check_rows, refuse
 from djl_python_neuronx.errors import StepError
 
@@ -58,6 +59,9 @@ class SlotBackend(ABC):
         """Every slot is empty. `model`: runs the steps; `close` drops it."""
         self.spec = spec
         self._model = model
+        self._prefixes: Prefixes | None = None
+        if spec.prefix_block:
+            self._prefixes = Prefixes(spec.num_slots, spec.max_model_len, spec.prefix_block)
         self._filled = np.zeros(spec.num_slots, np.int64)
         self._num_reprefilled = 0
         """Tokens that the present step has prefilled again."""
@@ -68,18 +72,49 @@ class SlotBackend(ABC):
     def _run(self, step: Step) -> StepOutput:
         """Run a step that has been checked."""
 
-    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:  # noqa: ARG002
-        """Return 0: no prefix is ever reused."""
+    def _reuse(self, source: int, slot: int, count: int) -> int:  # noqa: ARG002
+        """Give `slot` the first `count` tokens in the cache of `source`, which may be the slot itself.
+
+        Returns how many of them it has then. Also called for 0 of them.
+        """
         return 0
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Empty a slot for a prompt."""
+    def _spoilt(self, slots: Int32Array, output: StepOutput) -> npt.NDArray[np.bool_]:  # noqa: ARG002
+        """Return bool[B]: rows of a step whose cache may hold NaN, which no other sequence must get."""
+        assert output.logits is not None  # noqa: S101  (a device that samples has its own evidence)
+        # One column shows it: the output layer spreads NaN.
+        return np.asarray(~np.isfinite(output.logits[:, :1, 0]).all(axis=1))
+
+    def cached(self, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
+        """Return how many tokens of a prompt are in the cache, in whole blocks of `ModelSpec.prefix_block`."""
+        if self._prefixes is None:
+            return 0
+        longest = int(self._prefixes.find(prompt_ids, Owner(adapter, salt)).max())
+        return longest - longest % self.spec.prefix_block
+
+    def place(
+        self, free: Sequence[int], prompt_ids: Sequence[int], adapter: int, salt: str = ""
+    ) -> int:
+        """Return the lowest slot, so that small batches stay dense, or the one that `Prefixes` chooses."""
+        if self._prefixes is None:
+            return free[0]
+        return self._prefixes.choose(free, prompt_ids, Owner(adapter, salt))
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
+        """Empty a slot for a prompt, but for a prefix that is in the cache."""
         self._filled[slot], self._ran = 0, None
-        return self.cached(prompt_ids, adapter)
+        if self._prefixes is not None:
+            source, count = self._prefixes.take(slot, prompt_ids, Owner(adapter, salt))
+            count = self._reuse(source, slot, count)
+            self._prefixes.keep(slot, prompt_ids, count)
+            self._filled[slot] = count
+        return int(self._filled[slot])
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots; a decode of an empty slot is refused."""
         self._filled[list(slots)], self._ran = 0, None
+        if self._prefixes is not None:
+            self._prefixes.touch(slots)
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.
@@ -105,13 +140,28 @@ class SlotBackend(ABC):
             # The cache of these rows is undefined from their starts on.
             for _, rows in parts:
                 self._filled[rows.slots] = rows.starts
+                if self._prefixes is not None:
+                    self._prefixes.cut(rows.slots, rows.starts)
             count = sum(len(rows.slots) for _, rows in parts)
             raise of_step(error, f"a {step.kind} step of {count} rows") from error
         for _, rows in parts:
             self._filled[rows.slots] = rows.starts + rows.lens
+        if self._prefixes is not None:
+            self._note(self._prefixes, parts, output)
         self._ran = step
         output.num_reprefilled = self._num_reprefilled
         return output
+
+    def _note(
+        self, prefixes: Prefixes, parts: Sequence[tuple[PartKind, Rows]], output: StepOutput
+    ) -> None:
+        """Record what the slots hold after a step; of one that may hold NaN, nothing."""
+        for _, rows in parts:
+            prefixes.note(rows)
+        slots = np.concatenate([rows.slots for _, rows in parts])
+        spoilt = self._spoilt(slots, output)
+        if spoilt.any():
+            prefixes.cut(slots[spoilt], 0)
 
     def _check_step(self, step: Step) -> None:
         parts = step.parts

@@ -286,6 +286,10 @@ class BatchingOptions(OptionGroup):
     decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""
+    enable_prefix_caching: Annotated[bool | None, Option()] = None
+    """Reuse what the KV cache holds of a prompt's beginning, as of a conversation's turns before, instead of running it
+    again: with `cpu`, and in `tnx` with `enable_chunked_prefill`, whose blocks are shared. docs/security.md says who
+    shares what. Default: where it is possible."""
     native_sampling: Annotated[bool, Option(env=("DJL_NEURONX_NATIVE",))] = True
     """Sample with the compiled kernel, where the package has one. False: with numpy, which gives the same tokens."""
     sampling_threads: Annotated[Count | None, Option()] = None

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Union
 
 import numpy as np
@@ -96,6 +96,8 @@ class Call:
     """Any error of the backend; no sequence got a token."""
     goes_on: bool = False
     """No sequence has ended, as far as its tokens show: the next decode may have the same rows."""
+    cached: dict[str, int] = field(default_factory=dict)
+    """See `StepInfo.cached`."""
     result: StepResult | None = None
     """Set by `Engine.advance`."""
 
@@ -126,7 +128,8 @@ class Engine:
             self.spec,
             decode_interleave=decode_interleave,
             max_join_wait_s=max_join_wait_s,
-            cached=lambda waiting: backend.cached(waiting.prefill_ids, waiting.request.adapter),
+            cached=lambda waiting: backend.cached(*waiting.prefix_key),
+            place=lambda free, waiting: backend.place(free, *waiting.prefix_key),
         )
         self._sampler = make_sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
@@ -233,7 +236,9 @@ class Engine:
         if last is not None and last.batch is batch:
             call = Call(batch, [], last.step)
         else:
-            call = Call(batch, self._admit(batch) if batch.entering else [])
+            call = Call(batch, [])
+            if batch.entering:
+                self._admit(call)
         if batch and self.dead is None:
             try:
                 self._run(call, min_drafts)
@@ -261,23 +266,23 @@ class Engine:
             self.advance(self._last)
             self._last = None
 
-    def _admit(self, batch: Batch) -> list[TokenOutput]:
+    def _admit(self, call: Call) -> None:
         """Acquire the slots of new sequences; one that the backend refuses leaves alone."""
         failures: list[tuple[Sequence, BackendError]] = []
-        for sequence in batch.entering:
+        for sequence in call.batch.entering:
             request, slot = sequence.request, sequence.held_slot
             try:
-                sequence.num_cached = self._backend.acquire(
-                    slot, sequence.prefill_ids, request.adapter
-                )
+                sequence.num_cached = self._backend.acquire(slot, *sequence.prefix_key)
             except Exception as error:  # noqa: BLE001  (a border, see step)
-                batch.drop(sequence)
+                call.batch.drop(sequence)
                 failures.append((sequence, translate(error)))
             else:
+                call.cached[sequence.request_id] = sequence.num_cached
                 self._sampler.assign(
                     slot, sequence.sampling, request.prompt_ids, sequence.seed, request.given_ids
                 )
-        return self._fail_all(failures, acquired=False) if failures else []
+        if failures:
+            call.refused = self._fail_all(failures, acquired=False)
 
     def _run(self, call: Call, min_drafts: int) -> None:
         """Propose drafts, run the batch on the device, and sample its tokens.
@@ -370,7 +375,9 @@ class Engine:
                 self._end(sequence)
         _, seconds, error = call.proposal
         info = self.runner.describe(call.step, call.ran)
-        info = info._replace(place=call.place, draft_s=seconds, draft_error=error)
+        info = info._replace(
+            place=call.place, draft_s=seconds, draft_error=error, cached=call.cached
+        )
         if info.kind == "verification":
             # Each output has one token that needs no draft.
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)

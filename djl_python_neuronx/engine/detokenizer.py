@@ -48,6 +48,8 @@ class Delta(NamedTuple):
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     """Generated so far, this delta included."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were in the cache and not run again."""
 
     @property
     def finished(self) -> bool:
@@ -80,6 +82,8 @@ class TextStream:
         self._held = ""
         self.num_generated = 0
         """Tokens fed so far, up to a stop string."""
+        self.num_cached = 0
+        """See `Delta.num_cached_tokens`; set from outside."""
         self._closed = False
 
     def feed(self, output: TokenOutput) -> Delta | None:
@@ -125,6 +129,7 @@ class TextStream:
             output.error,
             len(self._request.prompt_ids),
             self.num_generated,
+            min(self.num_cached, len(self._request.prompt_ids)),
         )
 
     def _named(self, scores: Sequence[tuple[int, float]]) -> tuple[Token, ...]:

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -256,6 +256,8 @@ class EngineLoop:
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(*fields)
             self._busy = bool(self.state.running or self.state.waiting)
+            if result.info is not None and result.info.cached:
+                self._note_cached(result.info.cached)
             self._delivery.deliver(result.outputs)
             if num_tokens := sum([len(output.token_ids) for output in result.outputs]):
                 self._idle_starts = 0
@@ -266,6 +268,11 @@ class EngineLoop:
         for stream in map(self.streams.get, request_ids):
             if stream is not None:
                 stream.begun.add(stream.request.request_id)
+
+    def _note_cached(self, cached: Mapping[str, int]) -> None:
+        for request_id, count in cached.items():
+            if (stream := self.streams.get(request_id)) is not None:
+                stream.text.num_cached = count
 
     def _explain_end(self) -> _Death:
         """The end of an engine whose connection ended without a last message."""

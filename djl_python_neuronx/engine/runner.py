@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput, Want
@@ -51,6 +52,8 @@ class StepInfo(NamedTuple):
     """Draft tokens that became output."""
     place: SamplingPlace | None = None
     """Where its tokens were sampled; mixed: some of them on the host. None if it gave none."""
+    cached: Mapping[str, int] = MappingProxyType({})
+    """Id of each sequence that has just got its slot, to the tokens of its prefill that were in the cache."""
 
 
 class Ran(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -115,31 +115,31 @@ class WaitingQueue:
 
 
 class SlotPool:
-    """Free slots, lowest first: rows then ascend by slot with no reordering, and small batches stay dense."""
+    """Free and taken slots."""
 
     def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots))
+        self.free = list(range(num_slots))
+        """Ascending."""
         self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
         """Free slots."""
-        return len(self._free)
+        return len(self.free)
 
     @property
     def num_taken(self) -> int:
         """Slots in use."""
         return len(self._taken)
 
-    def take(self) -> int:
-        """Take the lowest free slot.
+    def take(self, slot: int) -> None:
+        """Take a slot.
 
         Raises:
-            IndexError: no slot is free; check `num_free` first.
+            ValueError: it is not free.
         """
-        slot = heapq.heappop(self._free)
+        self.free.remove(slot)
         self._taken.add(slot)
-        return slot
 
     def give_back(self, slot: int) -> None:
         """Free a slot.
@@ -148,7 +148,7 @@ class SlotPool:
             KeyError: it is not taken; freeing twice would give one slot to two sequences.
         """
         self._taken.remove(slot)
-        heapq.heappush(self._free, slot)
+        bisect.insort(self.free, slot)
 
 
 _by_slot = attrgetter("held_slot")
@@ -172,9 +172,10 @@ class Scheduler:
         decode_interleave: int = 1,
         max_join_wait_s: float = 0.0,
         cached: Callable[[Sequence], int] = lambda _: 0,
+        place: Callable[[list[int], Sequence], int] = lambda free, _: free[0],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing waits. `cached`: see `Backend`. `clock` returns seconds, on the scale of `Sequence.arrived_s`."""
+        """Nothing waits. `cached`, `place`: see `Backend`. `clock`: seconds, on the scale of `Sequence.arrived_s`."""
         self.slots = SlotPool(spec.num_slots)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
@@ -184,6 +185,7 @@ class Scheduler:
         self._decode_interleave = decode_interleave
         self._max_join_wait_s = max_join_wait_s
         self._cached = cached
+        self._place = place
         self._clock = clock
         self._decodes_owed = 0
         self._entered: list[Sequence] = []
@@ -248,8 +250,9 @@ class Scheduler:
     def _admit(self) -> list[Sequence]:
         """Give slots to the head of the queue and those behind it that share its call.
 
-        They share it if their bucket is the head's; with re-prefill all do. A sequence is overtaken only while a slot
-        is left for it: another sequence in the same call costs it nothing, losing its slot would.
+        They share it if their bucket is the head's; with re-prefill all do. Of those with the same prompt, which can be
+        reused, the first goes alone. A sequence is overtaken only while a slot is left for it: another sequence in the
+        same call costs it nothing, losing its slot would.
         """
         head_bucket = self._bucket(self.waiting.head)
         most = min(self._spec.max_prefill_batch, self.slots.num_free)
@@ -258,23 +261,32 @@ class Scheduler:
         for sequence in self.waiting:
             if len(chosen) == most or len(chosen) + passed_over == self.slots.num_free:
                 break
-            if self._reprefills or self._bucket(sequence) == head_bucket:
+            joins = self._reprefills or self._bucket(sequence) == head_bucket
+            if joins and not self._gains_from(chosen, sequence):
                 chosen.append(sequence)
             else:
                 passed_over += 1
         for sequence in chosen:
             self._enter(sequence)
-        return chosen
+        return sorted(chosen, key=_by_slot)
 
     def _bucket(self, sequence: Sequence) -> int:
         """The bucket of a waiting prompt, without the tokens that are in the cache."""
         sequence.num_cached = self._cached(sequence)
         return choose_bucket(sequence.num_uncached, self._spec.prefill_buckets)
 
+    def _gains_from(self, prefilling: list[Sequence], sequence: Sequence) -> bool:
+        """Return True if one of these prefills puts more of a waiting prompt into the cache than there is now."""
+        if not 0 < self._spec.prefix_block < sequence.num_uncached:
+            return False
+        key = sequence.prefix_key
+        return any(one.prefix_key == key for one in prefilling)
+
     def _enter(self, sequence: Sequence) -> None:
         """Give a waiting sequence its slot."""
         self.waiting.take(sequence)
-        sequence.slot = self.slots.take()
+        sequence.slot = self._place(self.slots.free, sequence)
+        self.slots.take(sequence.slot)
 
 
 class ChunkScheduler(Scheduler):
@@ -295,13 +307,15 @@ class ChunkScheduler(Scheduler):
             if budget > 0:
                 chunks.append(_chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
-        while budget > 0 and self.waiting and self.slots.num_free:
-            sequence = self.waiting.head
+        for sequence in [*islice(self.waiting, self.slots.num_free)]:
+            if budget <= 0:
+                break
             sequence.num_cached = self._cached(sequence)
-            self._enter(sequence)
-            self._entered.append(sequence)
-            chunks.append(_chunk(sequence, budget))
-            budget -= chunks[-1].num_tokens
+            if not self._gains_from(self._entered, sequence):
+                self._enter(sequence)
+                self._entered.append(sequence)
+                chunks.append(_chunk(sequence, budget))
+                budget -= chunks[-1].num_tokens
         chunks.sort(key=lambda chunk: chunk.sequence.held_slot)
         return Batch(chunks, self.running, self._entered[known:])
 

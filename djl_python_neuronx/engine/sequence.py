@@ -53,6 +53,12 @@ class Sequence:
         return self.slot
 
     @property
+    def prefix_key(self) -> tuple[Ids[int], int, str]:
+        """The tokens of its prefill, and those with whom it may share them: see `Backend.cached`."""
+        request = self.request
+        return self.prefill_ids, request.adapter, request.cache_salt
+
+    @property
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_ids)

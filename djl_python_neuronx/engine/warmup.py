@@ -45,7 +45,14 @@ def _generate(engine: Engine, length: int, max_new_tokens: int) -> None:
         ServingError: a graph does not run.
     """
     name, prompt_ids = f"warm-up-{length}-{max_new_tokens}", [0] * length
-    engine.add(GenerationRequest(name, prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True))
+    request = GenerationRequest(
+        name,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=True,
+        cache_salt=name,  # no prompt is a prefix of the next one
+    )
+    engine.add(request)
     while engine.has_work:
         outputs, info = engine.step(min_drafts=1)
         errors = [output.error for output in outputs]
@@ -139,7 +146,7 @@ def _fill(runner: Runner, slot: int, end: int) -> None:
         ServingError: a graph does not run.
     """
     most = runner.backend.spec.prefill_buckets[-1]
-    runner.backend.acquire(slot, [0] * end, 0)
+    runner.backend.acquire(slot, [0] * end, 0, f"warm-up-{slot}")
     for start, stop in pairwise((*range(0, end, most), end)):
         _write(runner, [slot], stop, [stop - start])
 
@@ -153,7 +160,7 @@ def _decode_in(runner: Runner, slot: int) -> None:
     backend, spec = runner.backend, runner.backend.spec
     wants = Want.TOKENS if Want.TOKENS in spec.outputs else Want.LOGITS
     longest = min(longest_prompt(spec), spec.max_model_len - 1)
-    backend.acquire(slot, [0] * longest, 0)
+    backend.acquire(slot, [0] * longest, 0, f"warm-up-{slot}")
     runner.run(Step(prefill=plain_rows([slot], [[0] * longest], [0], wants)))
     for start in sorted({min(start, longest) for start in _first_positions(spec)}, reverse=True):
         runner.run(Step(decode=plain_rows([slot], [[0]], [start], wants)))

@@ -57,6 +57,7 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         eos_ids=_eos_ids(artifact, tokenizer),
         num_speculative_tokens=options.speculative_length if options.speculating else 0,
         mixed_steps=bool(options.enable_chunked_prefill),
+        prefix_caching=options.enable_prefix_caching is not False and not prepared.case.is_draft,
         default_top_k=options.on_device_default_top_k,
         arguments=prepared.planned.arguments or LibraryArguments(),
     )

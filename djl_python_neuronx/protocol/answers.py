@@ -70,6 +70,8 @@ class Answer:
         self.request, self.index, self.prompt_details = request, index, prompt_details
         self.tokens: list[Token] = []
         self.num_tokens = 0
+        self.num_cached = 0
+        """See `Delta.num_cached_tokens`."""
         self.finish_reason: FinishReason | None = None
         """None until the end."""
         self._texts = [text]
@@ -82,6 +84,7 @@ class Answer:
         if self._keeps_tokens:
             self.tokens += delta.tokens
         self.num_tokens = delta.num_generated_tokens
+        self.num_cached = delta.num_cached_tokens
         self.finish_reason = delta.finish_reason
 
     def events(self, delta: Delta) -> list[Event]:

@@ -15,7 +15,7 @@ import orjson
 
 _FIELDS = """
 [] | adapter_id allowed_token_ids audio bad_words_ids begin_suppress_tokens bootstrap_host bootstrap_port
-[] | bootstrap_room cache_salt chat_template constraints custom_logit_processor data_parallel_rank
+[] | bootstrap_room chat_template constraints custom_logit_processor data_parallel_rank
 [] | disagg_prefill_dp_rank ebnf extra_key force_words_ids grammar guided_choice guided_decoding
 [] | guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern input_ids json_schema
 [] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction

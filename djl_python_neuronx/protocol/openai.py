@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 
 import orjson
 from pydantic import Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.engine.detokenizer import Token
@@ -58,12 +58,21 @@ _Logprobs = Any
 """The log-probabilities of a choice, of a type of its endpoint; None if the client does not want them."""
 
 
+class PromptTokensDetails(TypedDict):
+    """Tokens of the prompts by how they were read."""
+
+    cached_tokens: int
+    """Those that the cache held already."""
+
+
 class Usage(TypedDict):
     """Tokens of a request: each prompt counts once, each generated token of every sequence."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+    """Left out if no token of the prompts was in the cache."""
 
 
 class AnswerFields(TypedDict):
@@ -271,7 +280,12 @@ class OpenAiShape(Shape):
 
     def _usage(self, answers: Sequence[Answer]) -> Usage:
         num_prompt_tokens = sum(len(one.prompt_ids) for one in self._requests[:: self._count])
-        return _usage(num_prompt_tokens, sum(one.num_tokens for one in answers))
+        usage = _usage(num_prompt_tokens, sum(one.num_tokens for one in answers))
+        # Those of the first sequence of each prompt: the others may have them from it.
+        num_cached = sum(one.num_cached for one in answers if one.index % self._count == 0)
+        if num_cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        return usage
 
 
 def _usage(num_prompt_tokens: int, num_tokens: int) -> Usage:

@@ -179,6 +179,7 @@ class GenerationParameters(RequestModel):
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf
+    cache_salt: Annotated[str, Field(description="a string")] = ""
     truncation_side: Annotated[Literal["left", "right"], Field(description='"left" or "right"')] = (
         "left"
     )
@@ -225,6 +226,7 @@ class GenerationParameters(RequestModel):
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             max_seconds=self.max_time,
+            cache_salt=self.cache_salt,
             skips_special=self.skip_special_tokens,
             spaces_special=self.spaces_between_special_tokens,
             arrived_s=context.arrived_s,

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from djl_python_neuronx.errors import (  # noqa: E402
     IncompatibleOptionsError,
     StepError,
 )
+from tests.backends.conversations import assert_answers_of_one_prompt, converse  # noqa: E402
+from tests.backends.tnx_engine import assert_greedy  # noqa: E402
 from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows  # noqa: E402
 from tests.doubles.tiny_models import (  # noqa: E402
     CONFIGS,
@@ -292,6 +295,55 @@ def test_architectures_without_positions_or_keys_are_refused(
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(BackendError, match=r"position_ids|keys, values and a mask"):
         backends.get("cpu").load(plan_for(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "bloom"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_a_slot_holds_of_a_prompt_is_not_run_again(
+    model_type: str, mixed: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    directory = checkpoint(model_type)
+    plan = plan_for(directory, prefix_caching=True, mixed_steps=mixed)
+    if mixed:
+        plan = replace(plan, prefill_buckets=(4, 8, 16))
+    backend, model = backends.get("cpu").load(plan), load_reference(directory)
+    assert_answers_of_one_prompt(backend)
+    seen = converse(backend, partial(assert_greedy, model), seed=int(mixed))
+    assert min(seen["first"], seen["kept"], seen["late"]) >= 5, seen
+    assert seen["tokens reused"] > 500
+
+
+def test_a_prefix_that_is_not_a_number_is_run_again(llama: Path) -> None:
+    """Keys that hold NaN would fail every prompt that begins with them."""
+    prompt = [*range(5, 15)]
+    clean = generate(load_reference(llama), [*prompt, 8], 4)
+    backend = backends.get("cpu").load(plan_for(llama, prefix_caching=True))
+    backend.acquire(0, prompt, 0)
+    backend.run(Step(prefill=make_rows({0: prompt})))
+    assert backend.cached([*prompt, 8], 0) == 10
+    with torch.inference_mode():
+        for layer in backend._model._cache._layers[-1]:
+            layer[0, :, 1] = float("nan")
+    assert np.isnan(logits_of(backend, Step(decode=make_rows({0: [8]}, {0: 10})))).all()
+    backend.release([0])
+    assert [backend.cached([*prompt, 8], 0), backend.acquire(1, [*prompt, 8], 0)] == [0, 0]
+    backend.release([1])
+    assert_same(Driver(backend).alone([*prompt, 8], 4, 1), clean)
+
+
+def test_who_must_not_share_a_prefix_runs_it_again(llama: Path) -> None:
+    backend = backends.get("cpu").load(plan_for(llama, prefix_caching=True))
+    prompt = [*range(5, 15)]
+    backend.acquire(0, prompt, 0, "a")
+    backend.run(Step(prefill=make_rows({0: prompt})))
+    found = {
+        (salt, adapter): backend.cached([*prompt, 8], adapter, salt)
+        for salt in ("a", "b", "")
+        for adapter in (0, 1)
+    }
+    assert found.pop(("a", 0)) == 10
+    assert set(found.values()) == {0}
+    assert backend.cached(prompt, 0, "a") == 9, "the last token gives the first new one"
 
 
 LONGROPE = {

@@ -192,12 +192,17 @@ class Recorder:
     def spec(self) -> ModelSpec:
         return self._backend.spec
 
-    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
-        return self._backend.cached(prompt_ids, adapter)
+    def cached(self, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
+        return self._backend.cached(prompt_ids, adapter, salt)
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+    def place(
+        self, free: Sequence[int], prompt_ids: Sequence[int], adapter: int, salt: str = ""
+    ) -> int:
+        return self._backend.place(free, prompt_ids, adapter, salt)
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         assert slot not in self._live
-        return self._backend.acquire(slot, prompt_ids, adapter)
+        return self._backend.acquire(slot, prompt_ids, adapter, salt)
 
     def run(self, step: Step) -> StepOutput:
         output = self._backend.run(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Step, Want  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
-from tests.backends.tnx_engine import assert_like_alone, reference  # noqa: E402
+from tests.backends.conversations import assert_answers_of_one_prompt, converse  # noqa: E402
+from tests.backends.tnx_engine import assert_greedy, assert_like_alone, reference  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
 from tests.doubles.device_driver import Text, assert_same, make_rows  # noqa: E402
 from tests.doubles.mixed_driver import MixedDriver, assert_like_alone_in_chunks  # noqa: E402
@@ -52,6 +54,20 @@ def test_any_chunks_give_what_transformers_gives(
         assert backend.spec.mixed_steps
         best = partial(best_of, load_reference(tmp_path))
         assert assert_like_alone_in_chunks(backend, best, seed=tp) > 100
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize(("tp", "block_size"), [(1, 8), (2, 4)])
+def test_the_blocks_of_a_prefix_are_not_run_again(tmp_path: Path, tp: int, block_size: int) -> None:
+    save_tiny_model("llama", tmp_path)
+    plan = replace(tnx_plan(tmp_path, tp=tp, block_size=block_size), prefix_caching=True)
+    backend, model = backends.get("tnx").load(plan), load_reference(tmp_path)
+    try:
+        assert_answers_of_one_prompt(backend)
+        seen = converse(backend, partial(assert_greedy, model), seed=tp)
+        assert min(seen["first"], seen["kept"], seen["late"]) >= 5, seen
+        assert seen["tokens reused"] > 500
     finally:
         backend.close()
 

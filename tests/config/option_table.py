@@ -279,6 +279,7 @@ BATCHING = {
     "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "max_waiting": count(),
     "decode_interleave": count(),
+    "enable_prefix_caching": optional_flag(),
     "native_sampling": flag(env=("DJL_NEURONX_NATIVE",)),
     "sampling_threads": Row((("3", 3), (3, 3), *NONE), COUNT_BAD),
     "max_join_wait_ms": Row(

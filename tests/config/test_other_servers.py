@@ -35,6 +35,7 @@ TAKEN = {
     "default_chat_template_kwargs": ('{"a": 1}', "chat_template_kwargs", {"a": 1}),
     "dtype": ("bfloat16", "dtype", "bfloat16"),
     "enable_chunked_prefill": (None, "enable_chunked_prefill", True),
+    "enable_prefix_caching": (None, "enable_prefix_caching", True),
     "generation_config": ("vllm", "generation_config", "vllm"),
     "max_batch_size": ("4", "max_rolling_batch_size", 4),
     "max_concurrent_requests": ("50", "max_waiting", 50),
@@ -73,7 +74,7 @@ WITHOUT_EFFECT = {
     "num_gpu_blocks_override": "512",
     "swap_space": "4",
 }
-LATER = {"enable_lora", "enable_prefix_caching"}
+LATER = {"enable_lora"}
 """Switches that are accepted only to turn something off."""
 
 SWITCHES = {*names.TGI_SWITCHES, *names.VLLM_SWITCHES, "allow_non_cached_model"}
@@ -395,7 +396,7 @@ def test_a_variable_with_the_name_of_a_flag_is_that_flag(prefix):
         assert variable in resolved.origins[option]
     for name, value in WITHOUT_EFFECT.items():
         assert name in settings(environ={prefix + name.upper(): value or ""})[0].ignored
-    for name in ("API_KEY", "HF_TOKEN", "ENABLE_PREFIX_CACHING"):
+    for name in ("API_KEY", "HF_TOKEN", "ENABLE_LORA"):
         _, problems = settings(environ={prefix + name: SECRET if "ABLE" not in name else "true"})
         (error,) = problems.messages("error")
         assert prefix + name in error

@@ -112,11 +112,17 @@ class ToyBackend:
         """Slots that were acquired and not released."""
         return frozenset(self._acquired)
 
-    def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
+    def cached(self, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """0: nothing is ever in the cache already."""
         return 0
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+    def place(
+        self, free: Sequence[int], prompt_ids: Sequence[int], adapter: int, salt: str = ""
+    ) -> int:
+        """The lowest slot."""
+        return free[0]
+
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """Reserve a free slot."""
         self._require(
             0 <= slot < self.spec.num_slots, f"slot {slot} of {self.spec.num_slots} was acquired"

@@ -27,7 +27,7 @@ SPEC = replace(TOY_SPEC, mixed_steps=True, prefill_buckets=(4, 8, 16), eos_ids=f
 class Refusing(ToyBackend):
     """It has no room for prompts of three tokens."""
 
-    def acquire(self, slot: int, prompt_ids, adapter: int) -> int:  # type: ignore[no-untyped-def]
+    def acquire(self, slot: int, prompt_ids, adapter: int, salt: str = "") -> int:  # type: ignore[no-untyped-def]
         if len(prompt_ids) == 3:
             message = "no blocks left"
             raise StepError(message)

@@ -230,7 +230,7 @@ def test_a_device_that_fails_every_call_is_given_up() -> None:
 
 def test_a_sequence_that_the_backend_refuses_leaves_alone() -> None:
     class Refusing(ToyBackend):
-        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+        def acquire(self, slot: int, prompt_ids: object, adapter: int, salt: str = "") -> int:
             ids = list(prompt_ids)  # type: ignore[call-overload]
             if ids[0] == 13:
                 msg = "no blocks left"
@@ -252,7 +252,7 @@ def test_a_backend_that_takes_nobody_is_given_up_unless_streams_still_run() -> N
     class Full(ToyBackend):
         full = True
 
-        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+        def acquire(self, slot: int, prompt_ids: object, adapter: int, salt: str = "") -> int:
             if self.full:
                 msg = "the slot cannot be cleared"
                 raise DeviceMemoryError(msg)
@@ -278,7 +278,7 @@ def test_a_backend_that_takes_nobody_is_given_up_unless_streams_still_run() -> N
 
 def test_prompts_that_a_backend_refuses_do_not_end_it() -> None:
     class Choosy(ToyBackend):
-        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+        def acquire(self, slot: int, prompt_ids: object, adapter: int, salt: str = "") -> int:
             ids = list(prompt_ids)  # type: ignore[call-overload]
             if 9 in ids:
                 msg = "no adapter for this prompt"
@@ -300,10 +300,12 @@ def test_prompts_that_a_backend_refuses_do_not_end_it() -> None:
 @pytest.mark.parametrize("length", [1, 2, 7, 13, 15, 16, 17, 40])
 def test_what_the_backend_has_of_a_prompt_is_not_run_again(length: int, mixed: bool) -> None:
     class Remembering(ToyBackend):
-        def cached(self, prompt_ids: Sequence[int], adapter: int) -> int:
+        def cached(self, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
             return min(len(prompt_ids) - 1, 6)
 
-        def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+        def acquire(
+            self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = ""
+        ) -> int:
             ids = list(prompt_ids)
             self._filled[slot] = known = super().acquire(slot, ids, adapter)
             self._cache[slot, :known] = ids[:known]
@@ -780,7 +782,7 @@ def test_every_step_names_the_graph_that_ran_also_where_a_decode_grows_into_the_
 
 def test_a_device_that_is_lost_while_a_slot_is_acquired_is_not_driven_again() -> None:
     class Losing(ToyBackend):
-        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+        def acquire(self, slot: int, prompt_ids: object, adapter: int, salt: str = "") -> int:
             if next(iter(prompt_ids)) == 13:  # type: ignore[call-overload]
                 error = DeviceMemoryError("the device is gone")
                 error.fatal = True

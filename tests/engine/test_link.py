@@ -65,7 +65,7 @@ SAMPLING = SamplingParams(
 )
 REQUESTED = EngineRequest(
     "a", [5, 6], SAMPLING, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
-    adapter=1, given_ids=[7, 8], client_id="theirs",
+    adapter=1, given_ids=[7, 8], cache_salt="b", client_id="theirs",
 )  # fmt: skip
 
 
@@ -94,6 +94,7 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
         StepInfo(
             "mixed", 64, 3, 40, 0.5, num_reprefilled=7, draft_s=0.25, draft_error=BackendError("no"),
             drafted=6, accepted=5, place="device",
+            cached={"a": 4},
         )
     )  # fmt: skip
     state = all_set(EngineState(3, 2, speculates=False))
@@ -125,7 +126,7 @@ SPECIFIED = ModelSpec(
     max_prefill_batch=2, token_buckets=(32, 64), decode_slots=(1, 3), outputs=Want.TOKENS | Want.LOGITS,
     largest_top_k=50, default_top_k=40, temperatures=(0.01, 2.0), applies_top_p=False,
     fixed_sampling=(1.0, 0.5, 0.25), mixed_steps=True, joins="reprefill", cache_buckets=(32, 96), cache_block=16,
-    num_speculative_tokens=4, adapters=("", "one"), simulated=True,
+    num_speculative_tokens=4, prefix_block=8, adapters=("", "one"), simulated=True,
 )  # fmt: skip
 
 

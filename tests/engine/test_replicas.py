@@ -189,7 +189,7 @@ def test_a_request_that_was_running_at_two_deaths_is_not_run_by_a_third_copy() -
 
 def test_a_request_at_which_a_device_dies_before_its_first_call_runs_elsewhere() -> None:
     class Losing(ToyBackend):
-        def acquire(self, slot: int, prompt_ids: object, adapter: int) -> int:
+        def acquire(self, slot: int, prompt_ids: object, adapter: int, salt: str = "") -> int:
             error = DeviceMemoryError("the device is gone")
             error.fatal = True
             raise error

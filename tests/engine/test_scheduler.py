@@ -65,11 +65,15 @@ def names(batch: Batch) -> list[str]:
     return [s.request_id for s in batch.sequences]
 
 
-def test_slots_are_lowest_first_and_never_held_twice() -> None:
+def test_free_slots_ascend_and_none_is_held_twice() -> None:
     pool = SlotPool(3)
-    assert [pool.take(), pool.take()] == [0, 1]
+    pool.take(0)
+    pool.take(1)
     pool.give_back(0)
-    assert pool.take() == 0
+    assert pool.free == [0, 2]
+    with pytest.raises(ValueError, match="not in list"):
+        pool.take(1)
+    pool.take(0)
     assert (pool.num_free, pool.num_taken) == (1, 2)
     pool.give_back(1)
     with pytest.raises(KeyError):

@@ -103,6 +103,12 @@ GENERAL = [
         breaks={"rolling_batch_strategy": "continuous_batching", "rolling_batch": "disable"},
         mends={"async_mode": True},
     ),
+    Row(
+        "enable_prefix_caching",
+        "note",
+        breaks={"enable_prefix_caching": True, "model_loader": "tnx"},
+        mends={"enable_chunked_prefill": True},
+    ),
     Row("model_loader", "note", breaks={"model_loader": "optimum"}, mends={"model_loader": "auto"}),
     Row("model_loader", "note", breaks={"model_loader": "vllm"}, mends={"model_loader": "tnx"}),
     Row(

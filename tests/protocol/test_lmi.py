@@ -105,6 +105,7 @@ def test_every_parameter_arrives() -> None:
         include_stop_str_in_output=True,
         ignore_eos=True,
         max_time=2.5,
+        cache_salt="mine",
         details=True,
         top_n_tokens=2,
         skip_special_tokens=False,
@@ -116,7 +117,9 @@ def test_every_parameter_arrives() -> None:
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
     same = {name for name, value in vars(request).items() if value == vars(default)[name]}
-    assert same == {"adapter", "client_id", "prompt_name"}, "give the others another value"
+    assert same == {"adapter", "client_id", "given_ids", "prompt_name"}, (
+        "give the others another value"
+    )
     assert vars(request.sampling) == sampling
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
@@ -124,6 +127,7 @@ def test_every_parameter_arrives() -> None:
     assert request.include_stop
     assert request.ignore_eos
     assert request.max_seconds == 2.5
+    assert request.cache_salt == "mine"
     assert request.logprobs
     assert (request.skips_special, request.spaces_special) == (False, True)
 

@@ -127,6 +127,12 @@ class SlotCache(Cache):
         self._reach = reach
         self._wipe(rows)
 
+    def copy(self, source: int, slot: int, count: int) -> None:
+        """Copy the first `count` columns of a slot to another one."""
+        for layer in chain(*self._layers):
+            layer[slot, :, :count] = layer[source, :, :count]
+        self._ends[slot] = max(self._ends[slot], count)
+
     def update(
         self,
         key_states: torch.Tensor,

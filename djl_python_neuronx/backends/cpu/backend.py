@@ -72,8 +72,14 @@ class CpuBackend(SlotBackend):
             outputs=Want.LOGITS | Want.ALL_LOGITS,
             num_speculative_tokens=plan.num_speculative_tokens,
             mixed_steps=plan.mixed_steps,
+            prefix_block=int(plan.prefix_caching),
         )
         super().__init__(spec, model)
+
+    def _reuse(self, source: int, slot: int, count: int) -> int:
+        if source != slot:
+            self._model.copy(source, slot, count)
+        return count
 
     def _run(self, step: Step) -> StepOutput:
         """Run a step. Padding columns of ALL_LOGITS are undefined."""

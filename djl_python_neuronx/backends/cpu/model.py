@@ -66,6 +66,11 @@ class SlotModel:
         return self._cache.num_bytes
 
     @torch.inference_mode()
+    def copy(self, source: int, slot: int, count: int) -> None:
+        """Copy the first `count` tokens in the cache of a slot to another one."""
+        self._cache.copy(source, slot, count)
+
+    @torch.inference_mode()
     def forward(self, rows: Rows, *, reach: int, width: int = 0) -> Float32Array:
         """Return float32[B, K, V] for rows padded to `width`, reading `reach` columns of the cache."""
         longest = int(rows.lens.max())

@@ -55,7 +55,7 @@ class ContinuousBackend(SlotBackend):
         with torch.inference_mode():
             return (self._decode if kind == "decode" else self._prefill)(rows)
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """Empty a slot for a prompt, without NaN beyond what the prompt overwrites."""
         length = min(len(prompt_ids), self._model.prompt_buckets[-1])
         doubtful = self._doubts.of(slot, self._model.prompt_bucket(length))
@@ -66,7 +66,7 @@ class ContinuousBackend(SlotBackend):
             except Exception as error:
                 raise of_step(error, f"clearing slot {slot}") from error
         self._doubts.forget(slot)
-        return super().acquire(slot, prompt_ids, adapter)
+        return super().acquire(slot, prompt_ids, adapter, salt)
 
     def release(self, slots: Sequence[int]) -> None:
         """Empty these slots."""

@@ -77,9 +77,9 @@ class TnxBackend(SlotBackend):
         with torch.inference_mode():
             return self._answer(run(rows), rows)
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Return 0: no prefix is ever reused."""
-        held = super().acquire(slot, prompt_ids, adapter)
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
+        """See `SlotBackend`; whatever may be NaN in the slot is cleared."""
+        held = super().acquire(slot, prompt_ids, adapter, salt)
         if self._spoiled[slot]:
             try:
                 # Logits are evidence, a token is only suspect. Clearing moves the whole cache, 1 to 2 ms per MiB and so

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from djl_python_neuronx.backends.base import Rows, Want
+from djl_python_neuronx.backends.base import Int32Array, Rows, StepOutput, Want
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.tnx.base import PER_ROW, TnxBackend
 from djl_python_neuronx.backends.tnx.model import CACHE_CALL
@@ -30,9 +31,10 @@ class _Sequences:
 class PagedBackend(TnxBackend):
     """All new tokens of a step in one row, of all sequences; the keys and values they attend to come from blocks.
 
-    A slot keeps its blocks: there are enough for every slot at full length, so no sequence waits for one. Block 0 is
-    for padding. A call reads the blocks of its own sequences, as far as they have been written. So a slot that is left
-    out loses nothing, and a slot needs no clearing before its next sequence.
+    A slot has as many blocks as its full length needs, so no sequence waits for one. Slots with the same prefix share
+    its full blocks, which nobody writes again. Block 0 is for padding. A call reads the blocks of its own sequences, as
+    far as they have been written. So a slot that is left out loses nothing, and a slot needs no clearing before its
+    next sequence.
 
     Source: transformers-neuronx 0.13, llama/hlo.py and layers/attention_utils.py (`contexted_kv`).
     """
@@ -49,16 +51,37 @@ class PagedBackend(TnxBackend):
             token_buckets=(plan.max_model_len,),
             cache_buckets=tuple(length * plan.num_slots for length in model.token_buckets),
             cache_block=size,
+            prefix_block=size if plan.prefix_caching else 0,
         )
         self._block_size = size
         blocks = -(-plan.max_model_len // size)
         tables = np.arange(1, 1 + plan.num_slots * blocks, dtype=np.int32)
         self._block_tables = tables.reshape(plan.num_slots, blocks)
+        self._sharers = np.ones(tables.size + 1, np.int32)
+        """Slots that have each block in their table."""
 
-    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int) -> int:
-        """Return 0: no prefix is ever reused."""
+    def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
+        """See `SlotBackend`."""
         self._spoiled[slot] = False  # nothing to clear, see the class
-        return super().acquire(slot, prompt_ids, adapter)
+        return super().acquire(slot, prompt_ids, adapter, salt)
+
+    def _reuse(self, source: int, slot: int, count: int) -> int:
+        """Share the full blocks of a prefix. The last one, which the slot goes on writing, stays if no other has it."""
+        table, held = self._block_tables[slot], self._block_tables[source]
+        last = held[min(count // self._block_size, len(held) - 1)]
+        if source != slot or self._sharers[last] > 1:
+            count -= count % self._block_size
+        kept = held[: -(-count // self._block_size)].copy()
+        self._sharers[kept] += 1
+        self._sharers[table] -= 1
+        # Every slot has a full table, so where two share a block another one is free.
+        free = np.flatnonzero(self._sharers == 0)[: len(table) - len(kept)]
+        self._sharers[free] += 1
+        table[:] = np.concatenate([kept, free])
+        return count
+
+    def _spoilt(self, slots: Int32Array, output: StepOutput) -> npt.NDArray[np.bool_]:  # noqa: ARG002
+        return self._spoiled[slots]
 
     def _prefill(self, rows: Rows) -> torch.Tensor:
         answer = self._call(rows)

@@ -1,0 +1,92 @@
+"""Prefixes: the tokens that the cache of each slot holds, which a new prompt need not run again. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from djl_python_neuronx.backends.base import Int32Array, Rows
+
+_LEAST = 8
+"""Tokens below which a prefix is not worth reusing: all chats of a template begin with the same few."""
+_END = -1
+"""Behind the last token of a slot."""
+
+
+class Owner(NamedTuple):
+    """Those who may share a prefix. Keys and values of an adapter are of no use to another one."""
+
+    adapter: int
+    salt: str
+    """See `EngineRequest.cache_salt`."""
+
+
+class Prefixes:
+    """The tokens in the cache of every slot. Those of an ended sequence stay until the slot is taken for another."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block: int = 1) -> None:
+        """Every slot is empty. `block`: see `ModelSpec.prefix_block`."""
+        self.block = block
+        self._tokens = np.full((num_slots, max_model_len + 1), _END, np.int32)
+        self._owners: list[Owner | None] = [None] * num_slots
+        self._used = [0] * num_slots
+        """Turn in which each slot was last taken, copied from or left."""
+        self._turn = 0
+
+    def find(self, prompt_ids: Sequence[int], owner: Owner) -> Int32Array:
+        """Return int32[slots]: the first tokens of a prompt that each slot holds, 0 or `_LEAST` to all but the last."""
+        found = np.zeros(len(self._owners), np.int32)
+        slots = [slot for slot, one in enumerate(self._owners) if one == owner]
+        if slots:
+            wanted = np.append(np.asarray(prompt_ids[:-1], np.int32), _END - 1)
+            wanted = wanted[: self._tokens.shape[1]]
+            found[slots] = (self._tokens[slots, : len(wanted)] != wanted).argmax(axis=1)
+            found[found < _LEAST] = 0
+        return found
+
+    def choose(self, free: Sequence[int], prompt_ids: Sequence[int], owner: Owner) -> int:
+        """Return the free slot that loses least: one with the prefix and not much else, or the oldest."""
+        found = self.find(prompt_ids, owner)
+        best = max(free, key=found.__getitem__)
+        held = int((self._tokens[best] == _END).argmax())
+        if found[best] == found.max() > 0 and 2 * found[best] >= held:
+            return best
+        return min(free, key=self._used.__getitem__)
+
+    def take(self, slot: int, prompt_ids: Sequence[int], owner: Owner) -> tuple[int, int]:
+        """Empty a slot for a prompt. Returns a slot that holds a prefix of it, maybe the same one, and its length."""
+        found = self.find(prompt_ids, owner)
+        source = slot if found[slot] == found.max() else int(found.argmax())
+        self._owners[slot] = owner
+        self.touch([source, slot])
+        self._tokens[slot, 0] = _END
+        return source, int(found[source])
+
+    def keep(self, slot: int, prompt_ids: Sequence[int], count: int) -> None:
+        """Record that a slot holds the first `count` tokens of a prompt."""
+        self._tokens[slot, :count] = prompt_ids[:count]
+        self._tokens[slot, count] = _END
+
+    def note(self, rows: Rows) -> None:
+        """Record the tokens that a step has written; those behind them have no meaning any more."""
+        ends = rows.starts + rows.lens
+        if rows.input_ids.shape[1] == 1:
+            self._tokens[rows.slots, rows.starts] = rows.input_ids[:, 0]
+        else:
+            for slot, start, end, ids in zip(
+                rows.slots, rows.starts, ends, rows.input_ids, strict=True
+            ):
+                self._tokens[slot, start:end] = ids[: end - start]
+        self._tokens[rows.slots, ends] = _END
+
+    def cut(self, slots: Int32Array, lens: Int32Array | int) -> None:
+        """Forget the tokens of these slots behind the first `lens`."""
+        self._tokens[slots, lens] = _END
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Record that these slots are used now."""
+        self._turn += 1
+        for slot in slots:
+            self._used[slot] = self._turn

@@ -1,0 +1,114 @@
+"""Conversations on an engine whose backend reuses prefixes: what it must not run again, and the text of each turn."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.types import GenerationRequest
+
+MOST_AGAIN = 8
+"""Tokens that a turn may run again beside what is new."""
+
+
+@dataclass
+class Talk:
+    """A conversation: its tokens so far, and those with whom it shares them."""
+
+    salt: str
+    history: list[int] = field(default_factory=list)
+    others_since: int = 0
+    """Other prompts that ran beside its last turn or after it."""
+
+
+@dataclass
+class Turn:
+    """A prompt that runs, and its answer so far."""
+
+    talk: Talk
+    prompt: list[int]
+    num_new: int
+    reusable: bool
+    answer: list[int] = field(default_factory=list)
+
+
+def converse(
+    backend: Backend, judge: Callable[[Sequence[int], list[int]], None], seed: int, turns: int = 60
+) -> Counter[str]:
+    """Run the turns of five conversations, up to three at once; two of them may go on from the same history.
+
+    `judge` gets each prompt with its answer. Returns how many turns came after no other, in time, and too late.
+    """
+    draw, engine, seen = random.Random(seed), Engine(backend), Counter[str]()
+    talks = [Talk(draw.choice(("", "a", "b"))) for _ in range(5)]
+    spec = backend.spec
+    for number in range(turns):
+        present = draw.choices(talks, k=draw.randint(1, 3))
+        running: dict[str, Turn] = {}
+        for i, talk in enumerate(present):
+            if len(talk.history) > min(longest_prompt(spec), spec.max_model_len - 5) - 5:
+                talk.history.clear()
+            new = draw.choices(range(3, 90), k=draw.randint(2, 5))
+            # A slot keeps its tokens until all others have been taken.
+            kept = talk.others_since + len(present) - 1 < spec.num_slots
+            running[f"{number}-{i}"] = Turn(
+                talk, talk.history + new, len(new), bool(talk.history) and kept
+            )
+            seen["first" if not talk.history else "kept" if kept else "late"] += 1
+        for name, turn in running.items():
+            engine.add(
+                GenerationRequest(
+                    name,
+                    turn.prompt,
+                    max_new_tokens=draw.randint(1, 5),
+                    ignore_eos=True,
+                    cache_salt=turn.talk.salt,
+                )
+            )
+        for talk in talks:
+            talk.others_since += len(present)
+        while engine.has_work:
+            outputs, info = engine.step()
+            assert info is not None
+            for name, count in info.cached.items():
+                turn = running[name]
+                assert count < len(turn.prompt)
+                if turn.reusable:
+                    assert len(turn.prompt) - count <= turn.num_new + MOST_AGAIN, (name, count)
+                seen["tokens reused"] += count
+            for output in outputs:
+                assert output.error is None, output.error
+                running[output.request_id].answer += output.token_ids
+        for turn in running.values():
+            judge(turn.prompt, turn.answer)
+            turn.talk.history = turn.prompt + turn.answer
+            turn.talk.others_since = len(present) - 1
+    return seen
+
+
+def assert_answers_of_one_prompt(backend: Backend, num_tokens: int = 21) -> None:
+    """Several sequences with one prompt run it once, and their other tokens as few as the backend's blocks allow."""
+    engine, count, block = Engine(backend), backend.spec.num_slots, backend.spec.prefix_block
+    prompt = [5 + i for i in range(num_tokens)]
+    for i in range(count):
+        request_id = f"r.{i}" if i else "r"
+        engine.add(
+            GenerationRequest(request_id, prompt, max_new_tokens=4, ignore_eos=True, cache_salt="n")
+        )
+    cached: dict[str, int] = {}
+    answers: dict[str, list[int]] = {}
+    while engine.has_work:
+        outputs, info = engine.step()
+        assert info is not None
+        cached.update(info.cached)
+        for output in outputs:
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    assert cached.pop("r") == 0
+    assert set(cached.values()) == {(num_tokens - 1) // block * block}
+    assert len(cached) == count - 1
+    assert all(answer == answers["r"] for answer in answers.values())

@@ -1,0 +1,89 @@
+"""Scheduling as a client sees it: prompts that the cache holds, and who is served first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+pytest.importorskip("torch", reason="the cpu backend needs torch")
+pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.server.app import Application
+from djl_python_neuronx.server.models import Model
+from tests.doubles.tiny_models import MAX_POSITIONS, VOCAB_SIZE, save_tiny_model
+from tests.doubles.toy_service import toy_service
+from tests.doubles.toy_tokenizer import ToyTokenizer
+from tests.server.running import Running, http
+
+
+def spelled(ids: list[int]) -> str:
+    return "".join(f"<{one}>" for one in ids)
+
+
+def total(url: str, metric: str) -> float:
+    lines = http.get(url + "/metrics").text.splitlines()
+    return sum(float(one.split()[1]) for one in lines if one.startswith(f"djl_neuronx_{metric}"))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Of a real model on the CPU, with four slots that reuse prefixes."""
+    save_tiny_model("llama", tmp_path)
+    plan = backends.LoadPlan(
+        tmp_path, 4, MAX_POSITIONS, (8, 16, 40), num_threads=1, prefix_caching=True
+    )
+    application = Application(Model("tiny"))
+    application.models[0].service = toy_service(
+        backends.get("cpu").load(plan), tokenizer=ToyTokenizer(VOCAB_SIZE)
+    )
+    running = Running(application)
+    yield running.url
+    running.close()
+
+
+def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **more}
+    answer = http.post(url + "/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    details: dict[str, int] = answer["usage"].get("prompt_tokens_details", {"cached_tokens": 0})
+    return details["cached_tokens"]
+
+
+def test_the_next_turn_of_a_conversation_runs_what_is_new(url: str) -> None:
+    first = complete(url, spelled([*range(5, 20)]))
+    assert cached(first) == 0
+    turn = spelled([*range(5, 20)]) + first["choices"][0]["text"] + spelled([30, 31, 32])
+    for i in range(3):
+        complete(url, spelled([40 + i, 41, 42, 43]))
+    second = complete(url, turn)
+    # With BOS; the last token of an answer is not in the cache.
+    assert (second["usage"]["prompt_tokens"], cached(second)) == (25, 21)
+    assert total(url, "cached_prompt_tokens_total") >= 21
+    for alone in (complete(url, turn, cache_salt="mine"), complete(url, turn, cache_salt="other")):
+        assert (cached(alone), alone["choices"]) == (0, second["choices"])
+    assert cached(complete(url, turn, cache_salt="other")) == 24
+
+
+def test_the_prompt_of_several_answers_is_run_once(url: str) -> None:
+    prompt = spelled([*range(5, 20)])
+    several = complete(url, prompt, n=3, temperature=1, seed=7)
+    assert cached(several) == 0, "the prompt counts once"
+    assert total(url, "cached_prompt_tokens_total") == 2 * 15
+    texts = [choice["text"] for choice in several["choices"]]
+    assert len(set(texts)) == 3
+    again = complete(url, prompt, n=3, temperature=1, seed=7, cache_salt="a")
+    assert [choice["text"] for choice in again["choices"]] == texts
+    best = complete(url, prompt, n=1, best_of=3, temperature=1, seed=7, cache_salt="b")
+    assert best["choices"][0]["text"] in texts
+    assert complete(url, prompt, temperature=1, seed=7)["choices"][0]["text"] == texts[0]
+    assert total(url, "cached_prompt_tokens_total") == 3 * 2 * 15
