@@ -6,7 +6,7 @@
 
 `--kills`: 200 ordinary streams at a time, while the engine process (front -> guard -> engine, found in /proc) gets
 SIGKILL, SIGSEGV, SIGABRT, or SIGSTOP, which the watchdog must notice (`--predict-timeout`). One kill in five hits the
-engine while it loads. `--seed` fixes the signals and their delays.
+engine while it loads. `--seed` fixes the signals and their delays. The embedded server must answer every request right.
 
 `--requests`: 32 clients at a time, half of them ordinary. The others leave, cut bodies, send what is no request, are
 slow, or flood the queue. A client is a function of a `Case` in `CLIENTS`, with the outcomes that its requests may have:
@@ -17,16 +17,18 @@ Every request ends with one of these; anything else is wrong, and so is one that
 
 * `right`: the text of the quiet pass at the start, with the same prompt, parameters and seed. The quiet pass itself is
   compared with the example model's known answers.
-* `error 503 backend_unavailable` and the like: an error status with a JSON body. With `--kills`: 408, 500 or 503.
+* `error 503 backend_unavailable` and the like: an error status with a JSON body. With `--kills`: 408, 500 or 503, and
+  only under DJL.
 * `error event …`: the last event of a stream has the error; the text before it is a prefix of the right one.
 * `left`: the client closed the connection in the middle; the text so far is a prefix of the right one.
 * `closed`: the server closed the connection of a client that had not sent its request to the end.
 
 After each kill a request that is sent later must be answered right, within `RECOVERY_S`; the time from the kill to
-that answer is the recovery. At the end the quiet pass is repeated, SIGTERM must end the server with status 0, and
-nothing may be left: compared are descriptors, threads and child processes of the front (idle, before and after the
-kills), then processes, the port, temporary files and shared memory. With `--requests` those of the engine are compared
-too, since the end of a warm-up of 2,000 requests, and the memory of both, which may grow by 5 %.
+that answer is the recovery. The next kill comes when all requests that were open at the last one have ended. At the end
+the quiet pass is repeated, SIGTERM must end the server with status 0, and nothing may be left: compared are
+descriptors, threads and child processes of the front (idle, before and after the kills), then processes, the port,
+temporary files and shared memory. With `--requests` those of the engine are compared too, since the end of a warm-up of
+2,000 requests, and the memory of both, which may grow by 5 %.
 
 One JSON object; exit status 1 if anything was wrong. Linux only.
 """
@@ -147,12 +149,22 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)
     _open: list[float] = field(default_factory=list)
+    _asked: list[float] = field(default_factory=list)
+    _killed_s: float = -math.inf
     _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def ask(self) -> float:
+        """Note a request that is sent now; returns the time."""
+        with self._changed:
+            self._asked.append(time.monotonic())
+            return self._asked[-1]
 
     def count(self, outcome: str, sent_s: float) -> None:
         """Count a request that was sent at a time."""
         now = time.monotonic()
         with self._changed:
+            if sent_s in self._asked:
+                self._asked.remove(sent_s)
             kind, _, detail = outcome.partition(": ")
             self.outcomes[kind] += 1
             if kind == "wrong":
@@ -163,17 +175,25 @@ class Tally:
                 healed = [killed_s for killed_s in self._open if killed_s < sent_s]
                 self.recoveries += [now - killed_s for killed_s in healed]
                 self._open = [killed_s for killed_s in self._open if killed_s >= sent_s]
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def killed(self) -> None:
         """Note a kill."""
         with self._changed:
-            self._open.append(time.monotonic())
+            self._killed_s = time.monotonic()
+            self._open.append(self._killed_s)
 
     def wait_recovered(self, timeout_s: float) -> bool:
-        """Wait until a request sent after the last kill was answered right."""
+        """Wait until a request sent after the last kill was answered right, and those sent before have ended.
+
+        A request that was running at two kills may end with an error.
+        """
+
+        def recovered() -> bool:
+            return not self._open and min(self._asked, default=math.inf) > self._killed_s
+
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+            return self._changed.wait_for(recovered, timeout_s)
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float) -> bool:
@@ -263,12 +283,14 @@ class Kills(Soak):
         while not self.over.is_set():
             question, form = pick.choice(self.questions), pick.choice(FORMS)
             leave_s = pick.uniform(0, 3) if pick.random() < 1 / 8 else None
-            sent_s = time.monotonic()
+            sent_s = self.tally.ask()
             try:
                 reply = self.door.ask(question, form, leave_s)
                 outcome = judge(reply, form, self.texts[question], leaves=leave_s is not None)
             except Exception as error:  # noqa: BLE001  (a client that ends unnoticed would prove nothing)
                 outcome = f"wrong: the client failed: {error!r}"
+            if self.door.port is not None and outcome.startswith("error"):
+                outcome = f"wrong: a kill ended a request: {outcome}"
             self.tally.count(outcome, sent_s)
             if outcome.startswith("error 503"):
                 self.over.wait(pick.uniform(0.05, 0.5))
@@ -857,9 +879,11 @@ def soak(
         SoakError: the service did not start or did not recover.
     """
     mark = uuid.uuid4().hex
+    # The embedded server's requests wait for a slot and for an engine as long as by default.
+    limit = "step_timeout" if kills and door_name == "embedded" else "predict_timeout"
     options = {
         "model_loader": "cpu",
-        "predict_timeout": predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
+        limit: predict_timeout or PREDICT_TIMEOUT_S[door_name == "embedded"],
         **(LIMITS if requests else {}),
         **({"engine_restarts": 2 * kills + 10} if kills else {}),
     }
@@ -956,7 +980,9 @@ def main() -> int:
         "--seed", type=int, help="of questions, signals and delays; default: random"
     )
     parser.add_argument(
-        "--predict-timeout", type=int, help="option of the server, s; default: 10, DJL 30"
+        "--predict-timeout",
+        type=int,
+        help="limit of a step, or of Java's calls, s; default: 10, DJL 30",
     )
     parser.add_argument("--json", action="store_true", help="no effect: it is one object anyway")
     options = parser.parse_args()

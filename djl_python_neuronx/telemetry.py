@@ -85,6 +85,9 @@ METRICS: dict[str, Metric] = {
         "Engine crashes, by signal or error.",
         ("cause", "copy"),
     ),
+    "resumed_requests_total": Metric(
+        "counter", "Requests with tokens that another engine went on with."
+    ),
     "load_seconds": Metric("gauge", "Time to load the model."),
 }
 
@@ -213,6 +216,15 @@ class Recorder:
     def died(self, cause: str, copy: int) -> None:
         """See `Observer`."""
         self.metrics["engine_deaths_total"].labels(cause, copy).inc()
+
+    def resumed(self, stream: Stream) -> None:
+        """See `Observer`."""
+        self.metrics["resumed_requests_total"].inc()
+        logger.warning(
+            "request_resumed request_id=%s generated_tokens=%d",
+            stream.request.label,
+            len(stream.output_ids),
+        )
 
     def given_up(self, stream: Stream) -> None:
         """See `Observer`."""

@@ -46,6 +46,8 @@ class EngineRequest:
     top_logprobs: int = 0
     """Most likely tokens to return in place of each generated one, with their log-probabilities."""
     adapter: int = 0
+    seed: int | None = None
+    """The seed where `sampling` has none, so that another engine draws the same tokens. None: the engine draws it."""
     given_ids: Annotated[Sequence[int], SkipValidation] = ()
     """The first generated tokens, which an engine gave before: the sequence goes on behind them. They count in all that
     counts generated tokens, and no output has them."""

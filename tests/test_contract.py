@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends.base import Backend, Step, Want
+from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import BackendError, StepError
+from djl_python_neuronx.types import GenerationRequest
 from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 
@@ -223,6 +225,24 @@ def test_a_slot_can_be_filled_to_its_last_position(driver: Driver) -> None:
     driver.decode()
     found = driver.leave(1)
     assert_same(found, driver.alone(prompt_of(3), len(found.tokens), slot=3))
+
+
+def test_a_sequence_goes_on_behind_its_tokens(driver: Driver) -> None:
+    """Some of its known tokens are more than a prefill holds."""
+    texts = (driver.alone(prompt_of(5, seed), MAX_LEN - 5) for seed in range(99))
+    wanted = next(text for text in texts if POISON not in text.tokens)
+    prompt, engine = wanted.prompt, Engine(driver.backend)
+    for num_given in (1, 9, 20, len(wanted.tokens) - 1):
+        known = wanted.tokens[:num_given]
+        engine.add(GenerationRequest(str(num_given), prompt, ignore_eos=True, given_ids=known))
+    found = {output: Text(prompt, wanted.tokens[: int(output)]) for output in engine._live}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.error is None, output.error
+            found[output.request_id].tokens += output.token_ids
+    for text in found.values():
+        assert_same(text, wanted)
+        assert len(text.tokens) == len(wanted.tokens)
 
 
 def test_a_reused_slot_remembers_nothing(load: Callable[[], Backend]) -> None:

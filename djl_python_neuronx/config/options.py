@@ -280,6 +280,10 @@ class BatchingOptions(OptionGroup):
     engine_restarts: Annotated[Amount, Option()] = 10
     """Most starts of an engine process after crashes within ten minutes; after one more, it is given up, and with the
     last one of `replicas` the server ends."""
+    resume_requests: Annotated[bool, Option()] = True
+    """After a crash of the engine, go on with the requests that have tokens: their prompt and tokens are prefilled by
+    another copy or the next engine, and the rest follows what was sent. A request that was running at two crashes gets
+    an error. False: at the first one."""
     max_waiting: Annotated[Count, Option()] = 1000
     """Requests that may wait for a slot of one copy (`replicas`); any further request gets 503. 1000 is the length of
     DJL Serving's own queue."""

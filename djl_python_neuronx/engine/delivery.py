@@ -42,9 +42,10 @@ class Delivery:
         *,
         max_request_s: float,
         restart_timeout_s: float,
+        resumes: bool,
         on_orphans: Callable[[ServingError | None], None],
     ) -> None:
-        """`max_request_s`, `restart_timeout_s`: see `LoopSettings`.
+        """`max_request_s`, `restart_timeout_s`, `resumes`: see `LoopSettings`.
 
         `on_orphans(error)`: this copy has no engine; hand its requests to other copies. `error`: set if none will come.
         """
@@ -52,6 +53,7 @@ class Delivery:
         self._observer = observer
         self._max_request_s = max_request_s
         self._restart_timeout_s = restart_timeout_s
+        self._resumes = resumes
         self._on_orphans = on_orphans
         self._making = threading.Lock()
 
@@ -77,16 +79,21 @@ class Delivery:
                 _hand_over(stream.queue, [delta])
 
     def settle(self, error: ServingError) -> None:
-        """End the requests that the engine whose end is `error` has begun and that no engine may run again."""
+        """Prepare the requests for the engine after the one whose end is `error`; end those that it may not run."""
         sent, twice = [], []
         for stream in self._streams.open_streams():
-            if stream.request.request_id in stream.begun:
-                stream.begun.discard(stream.request.request_id)
+            if stream.running:
+                stream.running = False
                 stream.deaths += 1
-            if stream.first_token_s is not None:
+            if stream.output_ids and not self._resumes:
                 sent.append(stream)
             elif stream.deaths > 1:
                 twice.append(stream)
+            elif len(stream.output_ids) > stream.num_given:
+                stream.encode()
+                notify(self._observer.resumed, stream)
+            elif not stream.output_ids:
+                stream.begun.discard(stream.request.request_id)
         self.fail(sent, BackendUnavailableError(f"{error}. Send the request again"))
         message = f"the engine crashed twice while running this request; not retried: {error}"
         self.fail(twice, ServingError(message))
@@ -129,6 +136,7 @@ class Delivery:
 
     def _next_delta(self, stream: Stream, output: TokenOutput) -> Delta | None:
         """Feed a stream; a failure of its text is an error of this request only."""
+        stream.output_ids += output.token_ids
         try:
             delta = stream.text.feed(output)
         except ServingError as error:

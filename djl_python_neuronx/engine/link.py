@@ -136,14 +136,19 @@ REQUEST = TypeAdapter(EngineRequest)
 _REQUEST_FIELDS = tuple(one.name for one in fields(EngineRequest))
 
 
-def encode_request(request: EngineRequest, stop_ids: Iterable[int] = ()) -> bytes:
-    """The message for a request. `stop_ids` end the sequence as `stop_token_ids` do."""
+def encode_request(
+    request: EngineRequest,
+    stop_ids: Iterable[int] = (),
+    **other: Any,  # noqa: ANN401
+) -> bytes:
+    """The message for a request. `stop_ids` end the sequence as `stop_token_ids` do. `other`: values of fields."""
     sampling, wanted = request.sampling, request.max_new_tokens
     sent = {
         **{name: getattr(request, name) for name in _REQUEST_FIELDS},
         "sampling": {**vars(sampling), "top_k": min(sampling.top_k, _LARGEST)},
         "max_new_tokens": None if wanted is None else min(wanted, _LARGEST),
         "stop_token_ids": request.stop_token_ids.union(stop_ids),
+        **other,
     }
     return orjson.dumps(("add", sent), default=list)
 

@@ -65,6 +65,8 @@ class LoopSettings:
     """Longest time that a request waits for an engine that is started again, from the end of the one before."""
     restarts: int = 0
     """Starts after a death within `RESTART_WINDOW_S`."""
+    resumes: bool = True
+    """After a death another engine goes on with the requests that have tokens."""
     max_request_s: float = math.inf
     """Longest time of every request: see `GenerationRequest.max_seconds`."""
     room: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -81,6 +83,7 @@ class LoopSettings:
             step_timeout_s=options.step_timeout or options.predict_timeout,
             restart_timeout_s=options.restart_timeout or options.predict_timeout,
             restarts=options.engine_restarts,
+            resumes=options.resume_requests,
             max_request_s=options.max_request_seconds or math.inf,
             room=room,
         )
@@ -157,6 +160,7 @@ class EngineLoop:
             observer,
             max_request_s=settings.max_request_s,
             restart_timeout_s=settings.restart_timeout_s,
+            resumes=settings.resumes,
             on_orphans=on_orphans,
         )
         self._threads = [
@@ -231,8 +235,7 @@ class EngineLoop:
             "engine_given_up copy=%d model=%s deaths=%d engine_restarts=%d error=%s", self._copy,
             self._settings.model, len(self._deaths), self._settings.restarts, death.error,
         )  # fmt: skip
-        if self._engine.restartable:
-            self._delivery.settle(death.error)
+        self._delivery.settle(death.error)
         self._delivery.leave(death.error)
         self._delivery.fail(self.streams.open_streams(), death.error)
         self._on_death(death.error)
@@ -267,6 +270,7 @@ class EngineLoop:
     def _note_entering(self, request_ids: list[str]) -> None:
         for stream in map(self.streams.get, request_ids):
             if stream is not None:
+                stream.running = True
                 stream.begun.add(stream.request.request_id)
 
     def _note_cached(self, cached: Mapping[str, int]) -> None:
@@ -320,8 +324,7 @@ class EngineLoop:
         self.stage = f"the engine has ended ({death.cause})"
         self.state, self._busy = EngineState(), False
         self._died_s = time.monotonic()
-        if self._engine.restartable:
-            self._delivery.settle(death.error)
+        self._delivery.settle(death.error)
         self.streams.connect(None)
         if self._engine.restartable:
             self._delivery.leave(None)

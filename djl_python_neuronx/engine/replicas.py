@@ -51,8 +51,8 @@ class Replicas:
 
     A request goes to the copy with the fewest open ones (all have the same number of slots).
 
-    If the engine of a copy dies, requests without a token go to others that have an engine, as soon as there is room;
-    until then they wait for the restart.
+    If the engine of a copy dies, its requests go to others that have an engine, as soon as there is room; until then
+    they wait for the restart.
     """
 
     def __init__(

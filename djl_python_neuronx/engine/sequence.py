@@ -32,7 +32,8 @@ class Sequence:
         self.num_ahead = self.prompt_len + len(self.output_ids) - len(self.prefill_ids)
         """Known tokens behind those that the next call runs, or the last chunk: only with 0 a token is sampled."""
         sampling, wanted = request.sampling, request.max_new_tokens
-        self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        drawn = secrets.randbits(63) if request.seed is None else request.seed
+        self.seed = drawn if sampling.seed is None else sampling.seed
         # On the host too: logprobs must not change what a request's tokens are drawn from.
         self.sampling = replace(sampling, top_k=sampling.top_k or spec.default_top_k or 0)
         self.arrived_s = time.monotonic()

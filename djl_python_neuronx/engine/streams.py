@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections import deque
@@ -191,16 +192,29 @@ class Stream:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
         self.text = TextStream(request, tokenizer)
-        self.message = encode_request(request, self.text.stop_tokens)
-        """The request, encoded for the engine."""
+        self.output_ids: list[int] = []
+        """The tokens so far."""
+        self._seed = secrets.randbits(63)
+        self.encode()
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
         self.begun: set[str] = set()
-        """The requests answered together that a step of this engine has begun. Ids, not `Stream`s: references
-        among streams would form a cycle."""
+        """The requests answered together that have tokens, or that a step of this engine has begun. Ids, not `Stream`s:
+        references among streams would form a cycle."""
+        self.running = False
+        """A step of this engine has begun it."""
         self.deaths = 0
         """Ends of the engine at which the request was running."""
+
+    def encode(self) -> None:
+        """Encode the request for an engine, which goes on behind the tokens so far."""
+        request, given_ids = self.request, self.output_ids.copy()
+        self.num_given = len(given_ids)
+        """The tokens that are in `message`."""
+        self.message = encode_request(
+            request, self.text.stop_tokens, seed=self._seed, given_ids=given_ids
+        )
 
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
@@ -219,6 +233,9 @@ class Observer(Protocol):
 
     def died(self, cause: str, copy: int) -> None:
         """The engine of a copy has ended, by a signal, a status or an error."""
+
+    def resumed(self, stream: Stream) -> None:
+        """Another engine goes on with a request, behind the tokens so far."""
 
     def given_up(self, stream: Stream) -> None:
         """A request was aborted; it gets no last delta."""

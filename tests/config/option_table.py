@@ -277,6 +277,7 @@ BATCHING = {
     "batch_size": count(env=("SERVING_BATCH_SIZE",)),
     "engine_process": flag(),
     "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
+    "resume_requests": flag(),
     "max_waiting": count(),
     "decode_interleave": count(),
     "enable_prefix_caching": optional_flag(),

@@ -112,6 +112,9 @@ class Recorder:
     def died(self, cause: str, copy: int) -> None:
         self.seen.append(f"died {cause} {copy}")
 
+    def resumed(self, stream: Any) -> None:
+        self.seen.append(f"resumed {stream.request.request_id} {len(stream.output_ids)}")
+
     def given_up(self, stream: Any) -> None:
         self.seen.append(f"given up {stream.request.request_id}")
 

@@ -65,7 +65,7 @@ SAMPLING = SamplingParams(
 )
 REQUESTED = EngineRequest(
     "a", [5, 6], SAMPLING, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
-    adapter=1, given_ids=[7, 8], cache_salt="b", client_id="theirs",
+    adapter=1, seed=3, given_ids=[7, 8], cache_salt="b", client_id="theirs",
 )  # fmt: skip
 
 

@@ -585,7 +585,7 @@ def in_parts(
 
 
 def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:
-    with in_parts(restarts=5) as (loop, hosts, _):
+    with in_parts(restarts=5, resumes=False) as (loop, hosts, _):
         sent, unsent, waiting = BlockingQueue(), BlockingQueue(), BlockingQueue()
         for name, inbox in (("sent", sent), ("unsent", unsent), ("waiting", waiting)):
             loop.submit(request(name, [5, 6]), inbox)

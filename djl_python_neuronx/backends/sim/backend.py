@@ -58,7 +58,12 @@ class SimBackend(SlotBackend):
     def __init__(self, plan: LoadPlan, vocab_size: int, seed: int) -> None:
         """Every slot is empty. `seed`: everything in the answers follows from it and from the prompts."""
         spec = make_spec(
-            plan, vocab_size, plan.token_buckets, mixed_steps=plan.mixed_steps, simulated=True
+            plan,
+            vocab_size,
+            plan.token_buckets,
+            mixed_steps=plan.mixed_steps,
+            max_prefill_batch=plan.num_slots if plan.mixed_steps else 1,
+            simulated=True,
         )
         super().__init__(spec, MadeUpModel(spec, seed, self._noise(spec, seed)))
         self._step_ms = plan.sim_step_ms

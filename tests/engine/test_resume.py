@@ -1,0 +1,202 @@
+"""Requests that outlive the engine that runs them: the client gets what a run without a death gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from djl_python_neuronx.backends.base import Step, StepOutput
+from djl_python_neuronx.engine import streams as streams_module
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.loop import LoopSettings
+from djl_python_neuronx.engine.replicas import Replicas
+from djl_python_neuronx.engine.streams import BlockingQueue
+from djl_python_neuronx.engine.worker import EngineThread
+from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.doubles.toy_tokenizer import TOKENIZER
+from tests.engine.loops import Parts, Recorder, collect, request, shown, text
+from tests.engine.test_loop import in_parts
+from tests.processes import PATIENCE_S, wait_until
+
+LENGTH = 12
+SPEC = replace(TOY_SPEC, prefill_buckets=(4, 8))
+"""Soon a prompt and its tokens are longer than a prefill holds."""
+SAMPLED = SamplingParams(temperature=1.3, top_k=40)
+GREEDY = expected([5, 6], LENGTH)
+
+
+class Dying(ToyBackend):
+    """Its engine ends with a step, if it is that step's turn."""
+
+    def __init__(self, last_step: int | None) -> None:
+        super().__init__(SPEC)
+        self._last_step = last_step
+        self.end: Callable[[], None]
+
+    def run(self, step: Step) -> StepOutput:
+        if self.num_steps == self._last_step:
+            self.end()
+        return super().run(step)
+
+
+class DyingHost(EngineThread):
+    restartable = True
+
+    def __init__(self, last_step: int | None) -> None:
+        backend = Dying(last_step)
+        super().__init__(lambda: Engine(backend))
+        backend.end = self.kill
+
+
+def groups() -> list[list[GenerationRequest]]:
+    """Requests of all kinds, by the answer that they are in."""
+    stop = f"<{GREEDY[6]}><{GREEDY[7]}>"
+    seeded = replace(SAMPLED, seed=7)
+    penalised = replace(SAMPLED, repetition_penalty=1.5, seed=9)
+    return [
+        [request("greedy", [5, 6], LENGTH)],
+        [request("seeded", [5, 6], LENGTH, sampling=seeded)],
+        [request("unseeded", [7, 6], LENGTH, sampling=SAMPLED)],
+        [request("penalised", [5, 6], LENGTH, sampling=penalised)],
+        [request("stops", [5, 6], LENGTH, stop_strings=("never", stop))],
+        [request("ends", [5, 6], LENGTH, stop_token_ids=frozenset({GREEDY[9]}))],
+        [request("scored", [8], LENGTH, sampling=seeded, logprobs=True, top_logprobs=2)],
+        [request(f"both.{i}", [9] * 8, LENGTH, sampling=replace(SAMPLED, seed=i)) for i in (0, 1)],
+    ]
+
+
+def serve(num_copies: int, last_step: int | None) -> tuple[dict[str, Any], list[str]]:
+    """The answers of all requests, and what was observed. The first engine of the first copy ends with that step."""
+    left = [last_step]
+
+    def launch() -> DyingHost:
+        return DyingHost(left.pop() if left else None)
+
+    recorder = Recorder()
+    loop = Replicas(
+        [launch] * num_copies,
+        lambda: TOKENIZER,
+        observer=recorder,
+        settings=LoopSettings(restarts=1),
+    )
+    for i in range(num_copies):
+        loop.start(i)
+    inbox = BlockingQueue()
+    try:
+        for group in groups():
+            loop.submit_all(loop.prepare(*group), inbox)
+        names = [one.request_id for group in groups() for one in group]
+        found = collect(inbox, *names)
+    finally:
+        loop.close()
+    assert loop.streams == []
+    return {name: whole(deltas) for name, deltas in found.items()}, recorder.seen
+
+
+def whole(deltas: list[Delta]) -> tuple[Any, ...]:
+    """The parts of an answer that do not depend on how it was split."""
+    last = deltas[-1]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    return text(deltas), tokens, last.finish_reason, last.error, last.num_generated_tokens
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_whenever_an_engine_dies_the_answers_are_those_of_one_run(
+    num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams_module.secrets, "randbits", lambda _bits: 3)
+    wanted, seen = serve(num_copies, None)
+    assert wanted["greedy"][0] == shown(GREEDY)
+    assert wanted["stops"][:1] + wanted["stops"][2:3] == (shown(GREEDY[:6]), FinishReason.STOP)
+    assert wanted["ends"][2] is FinishReason.EOS
+    assert not any(one.startswith(("died", "resumed")) for one in seen)
+    # So many steps has each copy at least.
+    num_steps = sum(one.startswith(("prefill", "decode")) for one in seen) // num_copies
+    resumed: set[str] = set()
+    wrong = {}
+    for last_step in range(num_steps):
+        found, seen = serve(num_copies, last_step)
+        resumed |= {one.split()[1] for one in seen if one.startswith("resumed")}
+        if found != wanted:
+            wrong[last_step] = found
+    assert wrong == {}
+    on_the_first = {one.request_id for group in groups()[::num_copies] for one in group}
+    assert resumed >= on_the_first - {"both.0", "both.1"}
+
+
+def die(host: Parts) -> None:
+    host.ended.set()
+    host.engine.close()
+
+
+def test_the_next_engine_gets_the_request_with_its_tokens_and_the_same_seed() -> None:
+    with in_parts(restarts=5) as (loop, hosts, _):
+        begun, waiting = BlockingQueue(), BlockingQueue()
+        loop.submit(request("begun", [5, 6], sampling=SAMPLED), begun)
+        loop.submit(request("waiting", [5, 6], sampling=SAMPLED), waiting)
+        first, second = hosts[0].receive("add"), hosts[0].receive("add")
+        assert first["seed"] != second["seed"]
+        hosts[0].engine.send("entering", ["begun"])
+        hosts[0].step(TokenOutput("begun", (7,)))
+        hosts[0].step(TokenOutput("begun", (8, 9)))
+        wait_until(lambda: loop.streams[0].output_ids == [7, 8, 9])
+        die(hosts[0])
+        wait_until(lambda: len(hosts) == 2)
+        assert hosts[1].receive("add") == {**first, "given_ids": [7, 8, 9]}
+        assert hosts[1].receive("add") == second
+        hosts[1].engine.send("entering", ["begun", "waiting"])
+        hosts[1].step(TokenOutput("begun", (4,)), running=2)
+        wait_until(lambda: len(loop.streams[0].output_ids) == 4)
+        die(hosts[1])
+        # It was running at two deaths; the other one at the second.
+        deltas = collect(begun, "begun")["begun"]
+        assert "crashed twice" in str(deltas[-1].error)
+        assert (text(deltas), deltas[-1].num_generated_tokens) == (shown([7, 8, 9, 4]), 4)
+        wait_until(lambda: len(hosts) == 3)
+        assert hosts[2].receive("add") == second
+        hosts[2].step(TokenOutput("waiting", (8,), FinishReason.LENGTH), running=0)
+        assert text(collect(waiting, "waiting")["waiting"]) == shown([8])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_deadline_without_an_engine_ends_what_has_tokens_with_them(
+    has_tokens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_parts(restarts=5) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        group = [request(name, [5, 6], max_seconds=1.5) for name in ("a", "a.1")]
+        loop.submit_all(loop.prepare(*group), inbox)
+        hosts[0].engine.send("entering", ["a"])
+        if has_tokens:
+            hosts[0].step(TokenOutput("a", (7,)))
+        wait_until(lambda: has_tokens == bool(loop.streams[0].output_ids))
+        wait_until(lambda: loop.streams[0].running)
+        monkeypatch.setattr(Parts, "loads", False)
+        die(hosts[0])
+        found = collect(inbox, "a", "a.1")
+        reasons = {found[name][-1].finish_reason for name in found}
+        assert reasons == {FinishReason.TIME if has_tokens else FinishReason.ERROR}
+        assert text(found["a"]) == (shown([7]) if has_tokens else "")
+        assert not loop.alive
+
+
+def test_a_text_that_is_held_back_is_shown_after_the_death() -> None:
+    with in_parts(restarts=5) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6], stop_strings=("<7><8><9>",)), inbox)
+        hosts[0].engine.send("entering", ["a"])
+        hosts[0].step(TokenOutput("a", (7,)))
+        hosts[0].step(TokenOutput("a", (8,)))
+        wait_until(lambda: loop.streams[0].output_ids == [7, 8])
+        assert text(inbox.drain(PATIENCE_S)) == ""
+        die(hosts[0])
+        wait_until(lambda: len(hosts) == 2)
+        assert hosts[1].receive("add")["given_ids"] == [7, 8]
+        hosts[1].step(TokenOutput("a", (5,), FinishReason.LENGTH), running=0)
+        assert text(collect(inbox, "a")["a"]) == shown([7, 8, 5])
