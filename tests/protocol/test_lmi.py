@@ -117,7 +117,7 @@ def test_every_parameter_arrives() -> None:
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
     same = {name for name, value in vars(request).items() if value == vars(default)[name]}
-    assert same == {"adapter", "client_id", "given_ids", "prompt_name"}, (
+    assert same == {"adapter", "client_id", "given_ids", "prompt_name", "seed"}, (
         "give the others another value"
     )
     assert vars(request.sampling) == sampling
