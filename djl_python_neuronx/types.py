@@ -45,6 +45,9 @@ class EngineRequest:
     """True to return the log-probability of each generated token under the model's own (unwarped) distribution."""
     top_logprobs: int = 0
     """Most likely tokens to return in place of each generated one, with their log-probabilities."""
+    scores_prompt: int | None = None
+    """Most likely tokens to return in the place of each token of the prompt, with that token's log-probability; None:
+    the prompt has no scores."""
     adapter: int = 0
     seed: int | None = None
     """The seed where `sampling` has none, so that another engine draws the same tokens. None: the engine draws it."""
@@ -91,6 +94,16 @@ class GenerationRequest(EngineRequest):
     """The prompt's name in errors, which tells those of a list apart."""
 
 
+class Scored(NamedTuple):
+    """The tokens of a prompt that an output scores, in place of generated ones."""
+
+    start: int
+    """Position of the first."""
+    ids: Sequence[int]
+    ranks: Sequence[int] = ()
+    """Of each, the number of tokens that are at least as likely. Made as `TokenOutput.logprobs` is."""
+
+
 class TokenOutput(NamedTuple):
     """The tokens that one step gave one sequence. Token ids only: the output thread makes the text.
 
@@ -111,6 +124,8 @@ class TokenOutput(NamedTuple):
     top: Sequence[Sequence[tuple[int, float]]] | None = None
     """For each token the most likely ones in its place, the likeliest first, each with its log-probability. Made as
     `logprobs` is, only for requests with `top_logprobs`."""
+    scored: Scored | None = None
+    """Tokens of the prompt to which all of these belong; there are no `token_ids` then."""
 
 
 class Rendering(NamedTuple):

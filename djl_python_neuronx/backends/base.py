@@ -73,6 +73,9 @@ class ModelSpec:
     step; empty: graphs do not depend on them."""
     cache_block: int = 1
     """Cache columns that a sequence takes at a time, for `cache_buckets`."""
+    score_columns: int = 0
+    """Most tokens of a prompt of which one prefill returns all logits, to score them; 0: decode steps score them. The
+    next prefill goes on behind them, and decodes between the two leave the slot alone."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
     prefix_block: int = 0

@@ -82,8 +82,8 @@ class SlotBackend(ABC):
     def _spoilt(self, slots: Int32Array, output: StepOutput) -> npt.NDArray[np.bool_]:  # noqa: ARG002
         """Return bool[B]: rows of a step whose cache may hold NaN, which no other sequence must get."""
         assert output.logits is not None  # noqa: S101  (a device that samples has its own evidence)
-        # One column shows it: the output layer spreads NaN.
-        return np.asarray(~np.isfinite(output.logits[:, :1, 0]).all(axis=1))
+        # One logit of each column shows it: the output layer spreads NaN.
+        return np.asarray(~np.isfinite(output.logits[:, :, 0]).all(axis=1))
 
     def cached(self, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """Return how many tokens of a prompt are in the cache, in whole blocks of `ModelSpec.prefix_block`."""

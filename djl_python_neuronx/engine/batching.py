@@ -67,6 +67,8 @@ class Batcher:
             for (sequence, num_tokens), start in zip(chunks, starts, strict=True)
         ]
         wants = self._wants([chunk.sequence for chunk in chunks if chunk.is_last])
+        if chunks[0].sequence.score_columns:  # it is alone
+            wants = Want.ALL_LOGITS
         return self._rows([chunk.sequence for chunk in chunks], tokens, starts, wants)
 
     def _decode(self, sequences: list[Sequence]) -> Rows:

@@ -48,7 +48,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
+from djl_python_neuronx.types import EngineRequest, FinishReason, Scored, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +326,10 @@ class Engine:
             # Columns beyond the longest row are padding and may be left out.
             columns = max(logits.shape[1], int(parts[-1].lens.max()))
             require_shape(logits.shape, (count, columns, self.spec.vocab_size))
-            return verify(self._sampler, logits, parts[-1], [row for row, _ in sampled]), "host"
+            if not batch.chunks:
+                return verify(self._sampler, logits, parts[-1], [row for row, _ in sampled]), "host"
+            # A prompt that is scored.
+            logits = logits[np.arange(count), parts[-1].lens - 1][:, None]
         if on_host:
             require_shape(logits.shape, (count, 1, self.spec.vocab_size))
             slots = np.concatenate([part.slots for part in parts])
@@ -361,18 +364,14 @@ class Engine:
         self._scheduler.advance(call.batch)
         rows = call.tokens.tolist()
         outputs = call.refused
+        if values is not None and (call.batch.chunks or len(sampled) < len(call.batch.decoding)):
+            outputs += self._score(call.batch, call.step, values)
         for row, sequence in sampled:
-            taken = sequence.take(rows[row])
-            if not taken:
-                outputs.append(self._fail(sequence, _missing(rows[row][0])))
-                continue
-            request, reason = sequence.request, sequence.finish_reason
-            logits, top = None, request.top_logprobs
-            if (request.logprobs or top) and values is not None:
-                logits = values[row, : len(taken)]
-            outputs.append(TokenOutput(request.request_id, taken, reason, None, logits, top))
-            if reason is not None:
-                self._end(sequence)
+            if sequence.slot is not None:  # else its scores have failed
+                logits = None if values is None else values[row]
+                if logits is not None and sequence.score_columns and call.step.prefill is not None:
+                    logits = logits[call.step.prefill.lens[row] - 1 :]
+                outputs.append(self._give(sequence, rows[row], logits))
         _, seconds, error = call.proposal
         info = self.runner.describe(call.step, call.ran)
         info = info._replace(
@@ -383,6 +382,42 @@ class Engine:
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
             info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
         return StepResult(outputs, info)
+
+    def _give(
+        self, sequence: Sequence, token_ids: list[int], logits: Float32Array | None
+    ) -> TokenOutput:
+        """Give a sequence its next tokens, drawn from `logits`, float32[K, V]; end it if it is complete."""
+        taken = sequence.take(token_ids)
+        request, reason = sequence.request, sequence.finish_reason
+        if not taken and reason is None:
+            return self._fail(sequence, _missing(token_ids[0]))
+        if reason is not None:
+            self._end(sequence)
+        top = request.top_logprobs
+        shown = logits[: len(taken)] if (request.logprobs or top) and logits is not None else None
+        return TokenOutput(request.request_id, taken, reason, None, shown, top)
+
+    def _score(self, batch: Batch, step: Step, logits: Float32Array) -> list[TokenOutput]:
+        """The outputs that score prompts: a column's logits are those of the token behind it."""
+        outputs = []
+        starts, lens = (
+            np.concatenate([getattr(rows, name) for _, rows in step.parts]).tolist()
+            for name in ("starts", "lens")
+        )
+        for row, sequence in enumerate(batch.sequences):
+            start, top = starts[row] + 1, sequence.scores_prompt
+            ids = sequence.request.prompt_ids[start : start + lens[row]]
+            if top is None or not len(ids):
+                continue
+            values = logits[row, : len(ids)]
+            if np.isfinite(values.max(axis=1)).all():
+                scored = Scored(start, ids)
+                outputs.append(
+                    TokenOutput(sequence.request_id, (), None, None, values, top, scored=scored)
+                )
+            else:
+                outputs.append(self._fail(sequence, _missing(NO_TOKEN)))
+        return outputs
 
     def _end(self, sequence: Sequence, *, acquired: bool = True) -> None:
         slot = sequence.slot

@@ -110,11 +110,12 @@ class Delivery:
             limit_s = min(stream.request.max_seconds, self._max_request_s)
             if time.monotonic() - stream.request.arrived_s < limit_s:
                 continue
-            if stream.begun:
+            if stream.begun and not stream.text.lacks_scores:
                 self.deliver([TokenOutput(stream.request.request_id, (), FinishReason.TIME)])
                 continue
+            what = "not all scores of its prompt" if stream.begun else "no slot"
             message = (
-                f"the request got no slot within its {limit_s:g} s (max_time or option.max_request_seconds); retry "
+                f"the request got {what} within its {limit_s:g} s (max_time or option.max_request_seconds); retry "
                 "later, or raise them"
             )
             self.fail([stream], RequestTimeoutError(message))

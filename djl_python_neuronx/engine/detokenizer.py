@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer, TokenOutput
+from djl_python_neuronx.types import (
+    FinishReason,
+    GenerationRequest,
+    Scored,
+    Tokenizer,
+    TokenOutput,
+)
 
 _REPLACEMENT = "\ufffd"
 
@@ -31,6 +37,8 @@ class Token(NamedTuple):
     top: tuple[Token, ...] = ()
     """The most likely tokens in its place, the likeliest first: `GenerationRequest.top_logprobs` of them. Their texts
     are those of the tokens by themselves: `Tokenizer.token_bytes`, with U+FFFD for a part of a character."""
+    rank: int | None = 0
+    """Of a token of the prompt, see `Scored.ranks`; None: the first one, which has no score."""
 
 
 class Delta(NamedTuple):
@@ -50,6 +58,8 @@ class Delta(NamedTuple):
     """Generated so far, this delta included."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were in the cache and not run again."""
+    prompt: tuple[Token, ...] = ()
+    """The next tokens of the prompt, from the second on, with their scores; nothing else comes with them."""
 
     @property
     def finished(self) -> bool:
@@ -84,6 +94,8 @@ class TextStream:
         """Tokens fed so far, up to a stop string."""
         self.num_cached = 0
         """See `Delta.num_cached_tokens`; set from outside."""
+        self._num_scored = 1
+        """Tokens of the prompt up to which its scores are known; the first one has none."""
         self._closed = False
 
     def feed(self, output: TokenOutput) -> Delta | None:
@@ -94,9 +106,12 @@ class TextStream:
         """
         if self._closed:
             return None
+        if output.scored is not None:
+            return self._score(output, output.scored)
         reason = output.finish_reason
         ids = output.token_ids
-        scores, top = output.logprobs, output.top
+        scores: Sequence[float | None] = output.logprobs or [None] * len(ids)
+        top = output.top
         tokens: list[Token] = []
         text, stopped = "", False
         last = len(ids) - 1 if reason is not None else -1
@@ -109,17 +124,15 @@ class TextStream:
                 shown, stopped = self._show(shown, ends=i == last)
             if ends and hidden and self._request.include_stop:
                 shown += self.stop_tokens.get(token_id, "")
-            score = scores[i] if scores is not None else None
             others = self._named(top[i]) if top else ()
-            tokens.append(Token(token_id, shown, score, special, others))
+            tokens.append(Token(token_id, shown, scores[i], special, others))
             text += shown
             if stopped:
                 break
         self.num_generated += len(tokens)
         if reason is not None and not ids:
             text, stopped = self._show("", ends=True)
-        if stopped:
-            reason = FinishReason.STOP
+        reason = FinishReason.STOP if stopped else reason
         self._closed = reason is not None
         return Delta(
             self._request.request_id,
@@ -132,7 +145,26 @@ class TextStream:
             min(self.num_cached, len(self._request.prompt_ids)),
         )
 
-    def _named(self, scores: Sequence[tuple[int, float]]) -> tuple[Token, ...]:
+    @property
+    def lacks_scores(self) -> bool:
+        """True until all scores of the prompt that the request wants are known."""
+        request = self._request
+        return request.scores_prompt is not None and self._num_scored < len(request.prompt_ids)
+
+    def _score(self, output: TokenOutput, scored: Scored) -> Delta:
+        """The delta with the tokens of an output that are new: another engine scores a prompt from its start."""
+        request, skipped = self._request, max(0, self._num_scored - scored.start)
+        self._num_scored += max(0, len(scored.ids) - skipped)
+        tokens = self._named(zip(scored.ids, output.logprobs or (), strict=True))
+        top = map(self._named, output.top or [()] * len(tokens))
+        scores = [
+            token._replace(top=others, rank=rank)
+            for token, others, rank in zip(tokens, top, scored.ranks, strict=True)
+        ]
+        delta = Delta(request.request_id, "", (), num_prompt_tokens=len(request.prompt_ids))
+        return delta._replace(prompt=tuple(scores[skipped:]))
+
+    def _named(self, scores: Iterable[tuple[int, float]]) -> tuple[Token, ...]:
         """Tokens with their text."""
         text_of, special_ids = self._tokenizer.token_bytes, self._special_ids
         return tuple(

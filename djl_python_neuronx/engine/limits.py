@@ -44,12 +44,15 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         RequestError: the model cannot serve it for another reason.
     """
     prompt_ids, name, longest = request.prompt_ids, request.prompt_name, longest_prompt(spec)
+    scores = request.scores_prompt is not None
+    if scores:  # in chunks, or by decode steps
+        longest = spec.max_model_len - 1
     if not len(prompt_ids):
         msg = f"{name} has no tokens; send at least one"
         raise RequestError(msg, PROMPT)
     if len(prompt_ids) > longest:
         limits, options = f"n_positions {spec.max_model_len}", "option.n_positions"
-        if not spec.mixed_steps:
+        if not (spec.mixed_steps or scores):
             limits += f", largest prefill bucket {spec.prefill_buckets[-1]}"
             options += " or option.context_length_estimate"
         msg = (
@@ -59,7 +62,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         raise PromptTooLongError(msg)
     _check_vocabulary(request, spec.vocab_size)
     _check_given(request, spec)
-    if request.max_new_tokens is not None and request.max_new_tokens < 1:
+    if request.max_new_tokens is not None and request.max_new_tokens < (0 if scores else 1):
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
     if not 0 <= request.adapter < len(spec.adapters):
@@ -149,8 +152,10 @@ def _host_reason(request: EngineRequest, spec: ModelSpec) -> str | None:
     """The reason that a sampling device cannot choose the tokens of a request, with the fix; None if it can."""
     sampling = request.sampling
     refused = sampling.unsupported_on_device()
-    if request.logprobs or request.top_logprobs:
-        refused.append("log-probabilities (details, logprobs, top_logprobs or top_n_tokens)")
+    if request.logprobs or request.top_logprobs or request.scores_prompt is not None:
+        refused.append(
+            "log-probabilities (details, logprobs, top_logprobs, top_n_tokens, prompt_logprobs)"
+        )
     if refused:
         return (
             f"{', '.join(refused)}: not supported, because this deployment samples on the device; "

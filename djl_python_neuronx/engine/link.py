@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
+import numpy as np
 import orjson
 from pydantic import TypeAdapter
 
@@ -28,7 +29,7 @@ from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.sampler import logprobs, most_likely
 from djl_python_neuronx.errors import ServingError, revive
-from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
+from djl_python_neuronx.types import EngineRequest, FinishReason, Scored, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -189,25 +190,35 @@ def decode_step(rows: Any, facts: Any, state: Any) -> tuple[StepResult, EngineSt
             decode_error(error),
             logprobs=chosen,
             top=top,
+            scored=None if scored is None else Scored(*scored),
         )
-        for request_id, token_ids, reason, error, chosen, top in rows
+        for request_id, token_ids, reason, error, chosen, top, scored in rows
     ]
     if facts is not None:
         facts = StepInfo(**{**facts, "draft_error": decode_error(facts["draft_error"])})
     return StepResult(outputs, facts), EngineState(*state)
 
 
-_Scores = tuple[list[float] | None, list[list[tuple[int, float]]] | None]
+_Scores = tuple[
+    Union[list[float], None],
+    Union[list[list[tuple[int, float]]], None],
+    Union[tuple[Any, ...], None],
+]
 
 
 def _scores(output: TokenOutput) -> _Scores:
-    """`TokenOutput.logprobs` and `TokenOutput.top` of an output."""
-    if output.logits is None:
-        return None, None
+    """`TokenOutput.logprobs`, `TokenOutput.top` and `TokenOutput.scored` of an output, in plain values."""
+    logits, ids, plain = output.logits, output.token_ids, None
+    if logits is None:
+        return None, None, None
+    if output.scored is not None:
+        start, ids, _ = output.scored
+        ranks = (logits >= logits[np.arange(len(ids)), ids][:, None]).sum(axis=1)
+        plain = (start, ids, ranks.tolist())
     chosen, top = [], []
-    for row, token_id in zip(output.logits, output.token_ids, strict=True):
-        ids = most_likely(row, output.top_logprobs) if output.top_logprobs else []
-        score, *others = logprobs(row, [token_id, *ids]).tolist()
+    for row, token_id in zip(logits, ids, strict=True):
+        others = most_likely(row, output.top_logprobs) if output.top_logprobs else []
+        score, *scores = logprobs(row, [token_id, *others]).tolist()
         chosen.append(score)
-        top.append(list(zip(ids, others, strict=True)))
-    return chosen, top if output.top_logprobs else None
+        top.append(list(zip(others, scores, strict=True)))
+    return chosen, top if output.top_logprobs else None, plain

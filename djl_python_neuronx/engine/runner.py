@@ -100,7 +100,8 @@ class Runner:
     def _choose_graph(self, step: Step) -> None:
         """Set the graph of a step, and report its first call."""
         parts = [rows for _, rows in step.parts]
-        self._kind = "verification" if parts[-1].wants is Want.ALL_LOGITS else step.kind
+        verifies = step.prefill is None and parts[-1].wants is Want.ALL_LOGITS
+        self._kind = "verification" if verifies else step.kind
         self._graph, self._decode, self._num_left = self._find(self._kind, parts), None, 0
         if self._kind == "decode" and not self.backend.spec.mixed_steps:
             self._decode = step.decode

@@ -197,11 +197,15 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next device call; empty if there is nothing to do. `advance` must follow once it has run."""
+        if self._entered and not (self.running and self._decodes_owed):  # a prompt that is scored
+            self._decodes_owed = self._decode_interleave
+            return Batch([Chunk(one, one.score_columns) for one in self._entered], [], [])
         if self.waiting and self.slots.num_free and not (self.running and self._holds_back()):
             self._decodes_owed = self._decode_interleave
             entering = self._admit()
             self._entered = entering.copy()
-            return Batch([Chunk(one, len(one.prefill_ids)) for one in entering], [], entering)
+            chunks = [Chunk(one, one.score_columns or len(one.prefill_ids)) for one in entering]
+            return Batch(chunks, [], entering)
         self._decodes_owed = max(0, self._decodes_owed - 1)
         return Batch([], self.running, [])
 
@@ -255,7 +259,7 @@ class Scheduler:
         same call costs it nothing, losing its slot would.
         """
         head_bucket = self._bucket(self.waiting.head)
-        most = min(self._spec.max_prefill_batch, self.slots.num_free)
+        most = min(self._spec.max_prefill_batch, self.slots.num_free) if head_bucket else 1
         chosen: list[Sequence] = []
         passed_over = 0
         for sequence in self.waiting:
@@ -271,7 +275,9 @@ class Scheduler:
         return sorted(chosen, key=_by_slot)
 
     def _bucket(self, sequence: Sequence) -> int:
-        """The bucket of a waiting prompt, without the tokens that are in the cache."""
+        """The bucket of a waiting prompt, without the tokens that are in the cache; 0: it has calls of its own."""
+        if sequence.score_columns:
+            return 0
         sequence.num_cached = self._cached(sequence)
         return choose_bucket(sequence.num_uncached, self._spec.prefill_buckets)
 

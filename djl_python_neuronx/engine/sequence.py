@@ -27,6 +27,12 @@ class Sequence:
         if request.given_ids:
             known_ids = [*request.prompt_ids, *request.given_ids]
             self.prefill_ids = known_ids[: longest_prompt(spec)]
+        self.scores_prompt = None if request.given_ids else request.scores_prompt
+        """See `EngineRequest`. Given tokens followed the scores of the prompt."""
+        self.score_columns = 0 if self.scores_prompt is None else spec.score_columns
+        """Tokens of each chunk of a prompt that prefills score, else 0."""
+        if self.scores_prompt is not None and not self.score_columns:
+            self.prefill_ids = request.prompt_ids[:1]
         self.num_cached = 0
         """Tokens of the prefill in the cache: those that the backend already had, then every chunk that has run."""
         self.num_ahead = self.prompt_len + len(self.output_ids) - len(self.prefill_ids)
@@ -57,7 +63,9 @@ class Sequence:
     def prefix_key(self) -> tuple[Ids[int], int, str]:
         """The tokens of its prefill, and those with whom it may share them: see `Backend.cached`."""
         request = self.request
-        return self.prefill_ids, request.adapter, request.cache_salt
+        # Scores need the logits of all tokens: none of those may be in the cache.
+        ids = self.prefill_ids[:1] if self.score_columns else self.prefill_ids
+        return ids, request.adapter, request.cache_salt
 
     @property
     def prompt_len(self) -> int:
@@ -94,6 +102,9 @@ class Sequence:
     def take(self, token_ids: list[int]) -> tuple[int, ...]:
         """Append tokens up to one below 0, or up to the one that ends the sequence; returns those appended."""
         taken: tuple[int, ...] = ()
+        if self.max_new_tokens == 0:
+            self.finish_reason = FinishReason.LENGTH
+            return taken
         for token_id in token_ids:
             if token_id < 0:
                 break

@@ -17,7 +17,7 @@ import orjson
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol.base import error_fields
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
 FRAMES = {
     None: ("application/json", b"", b""),
@@ -67,8 +67,11 @@ class Answer:
         prompt_details: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`index`: among the sequences; `text`: its start; `prompt_details`: those that `Shape` makes of the prompt."""
+        self.start = text
         self.request, self.index, self.prompt_details = request, index, prompt_details
         self.tokens: list[Token] = []
+        self.prompt: list[Token] = []
+        """The tokens of the prompt, from the second on, as far as they have scores."""
         self.num_tokens = 0
         self.num_cached = 0
         """See `Delta.num_cached_tokens`."""
@@ -81,6 +84,7 @@ class Answer:
     def take(self, delta: Delta) -> None:
         """Keep what a whole answer needs of a delta."""
         self._texts.append(delta.text)
+        self.prompt += delta.prompt
         if self._keeps_tokens:
             self.tokens += delta.tokens
         self.num_tokens = delta.num_generated_tokens
@@ -88,12 +92,21 @@ class Answer:
         self.finish_reason = delta.finish_reason
 
     def events(self, delta: Delta) -> list[Event]:
-        """The events of a delta, for a stream."""
+        """The events of a delta, for a stream. The scores of a prompt are part of its start."""
+        if delta.prompt:
+            return []
         events, self._start = self._start, []
         events.append(TextEvent(delta.text, delta.tokens))
         if delta.finish_reason is not None:
             events.append(EndEvent(delta.finish_reason, delta.error))
         return events
+
+    def prompt_tokens(self, tokenizer: Tokenizer) -> list[Token]:
+        """All tokens of the prompt; the first one has no log-probability."""
+        first = self.request.prompt_ids[0]
+        text = tokenizer.token_bytes(first).decode(errors="replace")
+        begin = Token(first, text, None, first in tokenizer.special_ids, rank=None)
+        return [begin, *self.prompt]
 
     @property
     def text(self) -> str:
@@ -132,7 +145,7 @@ class Shape(ABC):
         """An answer that is an error as a whole."""
         return error_fields(error)
 
-    def prompt_details(self, prompt: str, prompt_ids: Sequence[int]) -> Mapping[str, Any]:  # noqa: ARG002
+    def prompt_details(self, prompt: str) -> Mapping[str, Any]:  # noqa: ARG002
         """The details that are known before the first token."""
         return {}
 

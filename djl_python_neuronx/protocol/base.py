@@ -241,10 +241,11 @@ class ParseContext:
                 f"expected at most {MAX_SEQUENCES}"
             )
             raise RequestError(msg, count_name if count > 1 else PROMPT)
-        listed = number * (1 + common.top_logprobs)
-        if common.top_logprobs and listed > MAX_LISTED:
+        most = max(common.top_logprobs, common.scores_prompt or 0)
+        listed = number * (1 + most)
+        if most and listed > MAX_LISTED:
             msg = (
-                f"{number} sequences with {common.top_logprobs} of the most likely tokens list {listed} "
+                f"{number} sequences with {most} of the most likely tokens list {listed} "
                 f"tokens for a step; expected at most {MAX_LISTED}"
             )
             raise RequestError(msg)

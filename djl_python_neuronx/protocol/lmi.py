@@ -7,7 +7,7 @@ schema. Where the old engine differed from its documentation, this follows the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Union
 
 from annotated_types import Len
@@ -137,9 +137,9 @@ class LmiShape(DetailedShape):
             fields["special_token"] = True
         return fields
 
-    def prompt_details(self, prompt: str, prompt_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_details(self, prompt: str) -> dict[str, Any]:
         """See `Shape`."""
-        return {**super().prompt_details(prompt, prompt_ids), "inputs": prompt}
+        return {"inputs": prompt}
 
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`."""

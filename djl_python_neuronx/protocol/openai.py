@@ -9,7 +9,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Union
 
 import orjson
@@ -18,13 +18,19 @@ from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.engine.detokenizer import Token
-from djl_python_neuronx.errors import PROMPT, RequestError, ServingError
+from djl_python_neuronx.errors import (
+    PROMPT,
+    RequestError,
+    ServingError,
+    UnsupportedParameterError,
+)
 from djl_python_neuronx.protocol.answers import (
     Answer,
     AnswerFormatter,
     EndEvent,
     Event,
     Shape,
+    StartEvent,
     TextEvent,
 )
 from djl_python_neuronx.protocol.base import (
@@ -43,6 +49,7 @@ from djl_python_neuronx.protocol.parameters import (
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 MAX_TEMPERATURE = 2
+MAX_PROMPT_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON lacks."""
 _FINISH_REASONS: Mapping[FinishReason | None, str] = {
@@ -83,6 +90,18 @@ class AnswerFields(TypedDict):
     model: str
     system_fingerprint: str
     """The version of the server, and the revision of the model if one is set."""
+
+
+class PromptScore(TypedDict):
+    """A token in a place of the prompt; `rank`: the number of tokens that are at least as likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptScores = list[Union[dict[str, PromptScore], None]]
+"""vLLM's: for each token of the prompt it and the likeliest in its place, by their ids; null for the first one."""
 
 
 class OpenAiErrorFields(TypedDict):
@@ -136,6 +155,12 @@ class OpenAiParameters(GenerationParameters):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     max_tokens: MaybeCount = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Field(
+            ge=0, le=MAX_PROMPT_LOGPROBS, description=f"an integer from 0 to {MAX_PROMPT_LOGPROBS}"
+        ),
+    ] = None
     truncate_prompt_tokens: Annotated[
         Union[Literal[-1], Annotated[int, Field(ge=1)], None],
         Field(description="an integer of at least 1, or -1 for as many as fit"),
@@ -196,6 +221,7 @@ class OpenAiShape(Shape):
     ) -> None:
         """`count` sequences for each prompt follow each other in `requests`; `stream`: see `FRAMES`."""
         self._num_returned, self._count, self._with_logprobs = given.n, count, with_logprobs
+        self._given: Any = given
         self._tokenizer = context.tokenizer
         self._body: dict[str, Any] = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -226,6 +252,27 @@ class OpenAiShape(Shape):
     def logprobs(self, index: int, tokens: Sequence[Token]) -> _Logprobs:
         """The log-probabilities of a sequence's next tokens."""
 
+    def listed_prompt(self, answer: Answer) -> list[Token]:  # noqa: ARG002
+        """The tokens of the prompt, if an answer that repeats it lists them before its own."""
+        return []
+
+    def prompt_scores(self, answer: Answer) -> PromptScores:
+        """The value of `prompt_logprobs`."""
+        scores: PromptScores = [None]
+        for token in answer.prompt:
+            place: dict[str, PromptScore] = {}
+            for rank, one in enumerate((token, *token.top[: self._given.prompt_logprobs])):
+                place.setdefault(
+                    str(one.id),
+                    {
+                        "logprob": finite(one.logprob),
+                        "rank": rank or token.rank or 0,
+                        "decoded_token": one.text,
+                    },
+                )
+            scores.append(place)
+        return scores
+
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """See `Shape`. Of the sequences of each prompt it has the likeliest, by token."""
         best: list[Answer] = []
@@ -238,7 +285,9 @@ class OpenAiShape(Shape):
             self.choice(
                 one,
                 index,
-                self.logprobs(one.index, one.tokens) if self._with_logprobs else None,
+                self.logprobs(one.index, [*self.listed_prompt(one), *one.tokens])
+                if self._with_logprobs
+                else None,
                 _FINISH_REASONS[one.finish_reason],
             )
             for index, one in enumerate(best)
@@ -248,9 +297,11 @@ class OpenAiShape(Shape):
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`. After the last sequence follow the usage, if it is wanted, and the mark of the end."""
         logprobs = reason = None
+        tokens: Sequence[Token] = event.tokens if isinstance(event, TextEvent) else ()
+        tokens = self.listed_prompt(answer) if isinstance(event, StartEvent) else tokens
+        if tokens and self._with_logprobs:
+            logprobs = self.logprobs(answer.index, tokens)
         if isinstance(event, TextEvent):
-            if event.tokens and self._with_logprobs:
-                logprobs = self.logprobs(answer.index, event.tokens)
             if not event.text and logprobs is None and answer.finish_reason is not None:
                 return
         elif isinstance(event, EndEvent):
@@ -325,6 +376,11 @@ class OpenAiProtocol(WireProtocol):
         if given.stream_options is not None and not given.stream:
             msg = "stream_options needs stream=true; set it, or leave stream_options out"
             raise RequestError(msg, param="stream_options")
+        if given.prompt_logprobs is not None:
+            if given.stream:
+                msg = "prompt_logprobs is not answered by a stream; leave it out"
+                raise UnsupportedParameterError(msg, param="prompt_logprobs")
+            more["scores_prompt"] = max(given.prompt_logprobs, more.get("scores_prompt") or 0)
         values = given.given_sampling()
         if given.top_k == -1:
             values["top_k"] = 0
@@ -367,7 +423,7 @@ class OpenAiProtocol(WireProtocol):
         shape = self.shape(
             given, context, requests, count=count, with_logprobs=with_logprobs, stream=stream
         )
-        decode = context.tokenizer.decode
+        decode = partial(context.tokenizer.decode, skip=given.skip_special_tokens)
         texts = [one if isinstance(one, str) else decode(one) for one in prompts if echo]
         answers = [
             Answer(

@@ -21,6 +21,7 @@ from djl_python_neuronx.protocol.openai import (
     OpenAiParameters,
     OpenAiProtocol,
     OpenAiShape,
+    PromptScores,
     Usage,
     finite,
 )
@@ -214,6 +215,7 @@ class ChatCompletion(AnswerFields):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptScores]
 
 
 class ChunkDelta(TypedDict, total=False):
@@ -264,6 +266,13 @@ class ChatShape(OpenAiShape):
         elif isinstance(event, StartEvent):
             delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
+        """See `Shape`."""
+        whole = super().whole(answers)
+        if self._given.prompt_logprobs is None:
+            return whole
+        return {**whole, "prompt_logprobs": self.prompt_scores(answers[0])}
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> ChatLogprobs:  # noqa: ARG002
         """See `OpenAiShape`."""

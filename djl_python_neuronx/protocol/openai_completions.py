@@ -23,10 +23,11 @@ from djl_python_neuronx.protocol.openai import (
     OpenAiParameters,
     OpenAiProtocol,
     OpenAiShape,
+    PromptScores,
     Usage,
     finite,
 )
-from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, validated
+from djl_python_neuronx.protocol.parameters import Flag, FromZero, MaybeCount, validated
 
 DEFAULT_MAX_TOKENS = 16
 _TEXT = {"type": "string"}
@@ -43,17 +44,21 @@ class CompletionParameters(OpenAiParameters):
             {"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}}]}
         ),
     ]
+    max_tokens: FromZero = None
     best_of: MaybeCount = None
     echo: Flag = False
     logprobs: Annotated[int | None, Field(ge=0, le=5, description="an integer from 0 to 5")] = None
 
 
 class CompletionLogprobs(TypedDict):
-    """The generated tokens, the one that ended the text included; `text_offset`: where in the text each begins."""
+    """The generated tokens, the one that ended the text included; `text_offset`: where in the text each begins.
+
+    With `echo` those of the prompt come first, of which the first one has no log-probability.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -64,6 +69,7 @@ class CompletionChoice(TypedDict):
     index: int
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: NotRequired[PromptScores]
 
 
 class Completion(AnswerFields):
@@ -98,7 +104,15 @@ class CompletionShape(OpenAiShape):
         self, answer: Answer, index: int, logprobs: CompletionLogprobs | None, reason: str
     ) -> CompletionChoice:
         """See `OpenAiShape`."""
-        return {"text": answer.text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+        choice: CompletionChoice = {
+            "text": answer.text,
+            "index": index,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        if self._given.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self.prompt_scores(answer)
+        return choice
 
     def part(
         self, event: Event, index: int, logprobs: CompletionLogprobs | None, reason: str | None
@@ -112,6 +126,16 @@ class CompletionShape(OpenAiShape):
             return None
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
+    def listed_prompt(self, answer: Answer) -> list[Token]:
+        """See `OpenAiShape`."""
+        if not (self._given.echo and self._with_logprobs):
+            return []
+        tokens = answer.prompt_tokens(self._tokenizer)
+        text = b"".join(map(self._shown_bytes, tokens)).decode(errors="replace")
+        # The tokens' text may have a space more at its start than the prompt.
+        self._num_chars[answer.index] = len(answer.start) - len(text)
+        return tokens
+
     def logprobs(self, index: int, tokens: Sequence[Token]) -> CompletionLogprobs:
         """See `OpenAiShape`."""
 
@@ -120,14 +144,18 @@ class CompletionShape(OpenAiShape):
 
         found: CompletionLogprobs = {
             "tokens": [named(token) for token in tokens],
-            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "token_logprobs": [
+                None if token.rank is None else finite(token.logprob) for token in tokens
+            ],
             "top_logprobs": None,
             "text_offset": [self._offset(index, token) for token in tokens],
         }
-        if any(token.top for token in tokens):
-            # Two tokens may have one text: the generated one counts, then the likeliest.
+        if most := self._given.logprobs:
+            # Two tokens may have one text: the one in the place counts, then the likeliest.
             found["top_logprobs"] = [
-                {named(one): finite(one.logprob) for one in (*token.top[::-1], token)}
+                None
+                if token.rank is None
+                else {named(one): finite(one.logprob) for one in (*token.top[:most][::-1], token)}
                 for token in tokens
             ]
         return found
@@ -136,9 +164,13 @@ class CompletionShape(OpenAiShape):
         """The place of a sequence's next token: the characters that begin before it, whenever they are readable."""
         decoder = self._decoders[index]
         offset = self._num_chars[index] + bool(decoder.getstate()[0])
-        if not token.special:
-            self._num_chars[index] += len(decoder.decode(self._tokenizer.token_bytes(token.id)))
-        return offset
+        self._num_chars[index] += len(decoder.decode(self._shown_bytes(token)))
+        return max(0, offset)
+
+    def _shown_bytes(self, token: Token) -> bytes:
+        """The bytes of a token as a part of the text."""
+        hidden = token.special and self._given.skip_special_tokens
+        return b"" if hidden else self._tokenizer.token_bytes(token.id)
 
 
 class CompletionProtocol(OpenAiProtocol):
@@ -171,7 +203,10 @@ class CompletionProtocol(OpenAiProtocol):
         common = self.common_request(
             given,
             context,
-            max_new_tokens=given.max_tokens or context.default_max_tokens or DEFAULT_MAX_TOKENS,
+            max_new_tokens=context.default_max_tokens or DEFAULT_MAX_TOKENS
+            if given.max_tokens is None
+            else given.max_tokens,
+            scores_prompt=given.logprobs if given.echo else None,
             logprobs=given.logprobs is not None or count > given.n,
             top_logprobs=given.logprobs or 0,
         )
@@ -208,7 +243,7 @@ def _check(given: CompletionParameters, count: int) -> None:
     """Refuse parameters that exclude each other.
 
     Raises:
-        RequestError: `best_of` is below `n`.
+        RequestError: `best_of` is below `n`, or nothing is to generate or to score.
         UnsupportedParameterError: the parameters are not supported together.
     """
     if count < given.n:
@@ -217,6 +252,7 @@ def _check(given: CompletionParameters, count: int) -> None:
     if count > given.n and given.stream:
         msg = "best_of above n is not streamed: the best are known at the end; leave out best_of or stream"
         raise UnsupportedParameterError(msg, param="best_of")
-    if given.echo and given.logprobs is not None:
-        msg = "echo with logprobs is not supported: the device returns no logits of a prompt; leave out one of them"
-        raise UnsupportedParameterError(msg, param="logprobs")
+    scores = given.prompt_logprobs is not None or (given.echo and given.logprobs is not None)
+    if given.max_tokens == 0 and not scores:
+        msg = "max_tokens is 0, which needs echo with logprobs, or prompt_logprobs; expected at least 1"
+        raise RequestError(msg, param="max_tokens")

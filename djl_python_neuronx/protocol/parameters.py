@@ -76,6 +76,7 @@ Text = Annotated[str, Field(min_length=1, description="a non-empty string")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
 MaybeCount = Annotated[Union[int, None], Field(ge=1, description="an integer of at least 1")]
+FromZero = Annotated[Union[int, None], Field(ge=0, description="an integer of at least 0")]
 Seconds = Annotated[
     float, Field(gt=0, allow_inf_nan=False, description="seconds, a number above 0")
 ]

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import orjson
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
@@ -204,7 +203,13 @@ class DetailedShape(Shape):
 
     def details(self, answer: Answer) -> dict[str, Any]:
         """The details of the best sequence, without the others. It alone has the prompt, which may be long."""
-        return {**self.facts(answer), **answer.prompt_details}
+        prefill: dict[str, Any] = {}
+        if self._given.decoder_input_details and self._given.details:
+            prefill["prefill"] = [
+                {"id": token.id, "text": token.text, self.logprob_name: token.logprob}
+                for token in answer.prompt_tokens(self._tokenizer)
+            ]
+        return {**self.facts(answer), **prefill, **answer.prompt_details}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `Shape`."""
@@ -218,17 +223,6 @@ class DetailedShape(Shape):
                     {**self.facts(other), "generated_text": other.text} for other in others
                 ]
         return body
-
-    def prompt_details(self, prompt: str, prompt_ids: Sequence[int]) -> dict[str, Any]:  # noqa: ARG002
-        """See `Shape`. The graphs return no logits of a prompt, so the log-probabilities are null."""
-        if not self._given.decoder_input_details or not self._given.details:
-            return {}
-        text_of = self._tokenizer.token_bytes
-        tokens = [
-            {"id": one, "text": text_of(one).decode(errors="replace"), self.logprob_name: None}
-            for one in prompt_ids
-        ]
-        return {"prefill": orjson.Fragment(orjson.dumps(tokens))}
 
 
 def parsed_request(
@@ -258,6 +252,7 @@ def parsed_request(
         protocol,
         sampling,
         max_new_tokens=given.max_new_tokens,
+        scores_prompt=0 if given.decoder_input_details and given.details else None,
         logprobs=keeps_tokens or (stream is not None and context.has_logprobs),
         top_logprobs=given.top_n_tokens if keeps_tokens or stream else 0,
     )
@@ -275,7 +270,7 @@ def parsed_request(
     for i, prompt in enumerate(prompts):
         group = requests[i * number : (i + 1) * number]
         text = prompt if given.return_full_text else ""
-        details = shape.prompt_details(prompt, group[0].prompt_ids)
+        details = shape.prompt_details(prompt)
         groups.append(
             [
                 Answer(one, keeps_tokens=keeps_tokens, text=text, prompt_details=details)

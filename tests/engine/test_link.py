@@ -28,7 +28,13 @@ from djl_python_neuronx.engine.worker import WorkerSettings
 from djl_python_neuronx.errors import BackendError, StepError
 from djl_python_neuronx.loading.engine_process import _JOB, EngineJob, ModelJob
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import EngineRequest, FinishReason, GenerationRequest, TokenOutput
+from djl_python_neuronx.types import (
+    EngineRequest,
+    FinishReason,
+    GenerationRequest,
+    Scored,
+    TokenOutput,
+)
 
 
 def all_set(value: Any, *usual: Any) -> Any:
@@ -65,7 +71,7 @@ SAMPLING = SamplingParams(
 )
 REQUESTED = EngineRequest(
     "a", [5, 6], SAMPLING, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
-    adapter=1, seed=3, given_ids=[7, 8], cache_salt="b", client_id="theirs",
+    scores_prompt=3, adapter=1, seed=3, given_ids=[7, 8], cache_salt="b", client_id="theirs",
 )  # fmt: skip
 
 
@@ -89,6 +95,7 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
     sent = [
         TokenOutput("a", (1, 0), FinishReason.EOS, StepError("lost"), logits, 2),
         TokenOutput("b", (7,)),
+        TokenOutput("c", (), logits=logits, scored=Scored(4, [0, 3])),
     ]
     info = all_set(
         StepInfo(
@@ -106,7 +113,7 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
     assert (type(got_info.draft_error), str(got_info.draft_error)) == (BackendError, "no")
     assert got_info._replace(draft_error=info.draft_error) == info
 
-    first, plain = outputs
+    first, plain, scored = outputs
     assert (type(first.error), str(first.error)) == (StepError, "lost")
     scores = np.log(np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True))
     assert first.logprobs == pytest.approx([scores[0, 1], scores[1, 0]], rel=1e-5)
@@ -116,9 +123,11 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
     assert values == pytest.approx([scores[0, 1], scores[0, 3], *scores[1, [3, 0]]], rel=1e-5)
     assert (first.request_id, first.token_ids, first.finish_reason) == ("a", [1, 0], "eos_token")
     # Two fields stay in the engine, where log-probabilities are made of them.
-    assert (first.logits, first.top_logprobs) == (None, 0)
-    all_set(first._replace(logits=logits.tolist(), top_logprobs=2))
+    assert (first.logits, first.top_logprobs, first.scored) == (None, 0, None)
     assert plain == TokenOutput("b", [7])
+    assert scored.scored == Scored(4, [0, 3], [4, 1])
+    assert scored.logprobs == pytest.approx([scores[0, 0], scores[1, 3]], rel=1e-5)
+    all_set(first._replace(logits=logits.tolist(), top_logprobs=2, scored=scored.scored))
 
 
 SPECIFIED = ModelSpec(
@@ -126,7 +135,7 @@ SPECIFIED = ModelSpec(
     max_prefill_batch=2, token_buckets=(32, 64), decode_slots=(1, 3), outputs=Want.TOKENS | Want.LOGITS,
     largest_top_k=50, default_top_k=40, temperatures=(0.01, 2.0), applies_top_p=False,
     fixed_sampling=(1.0, 0.5, 0.25), mixed_steps=True, joins="reprefill", cache_buckets=(32, 96), cache_block=16,
-    num_speculative_tokens=4, prefix_block=8, adapters=("", "one"), simulated=True,
+    score_columns=6, num_speculative_tokens=4, prefix_block=8, adapters=("", "one"), simulated=True,
 )  # fmt: skip
 
 

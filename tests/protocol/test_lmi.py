@@ -107,6 +107,7 @@ def test_every_parameter_arrives() -> None:
         max_time=2.5,
         cache_salt="mine",
         details=True,
+        decoder_input_details=True,
         top_n_tokens=2,
         skip_special_tokens=False,
         spaces_between_special_tokens=True,
@@ -318,6 +319,9 @@ def test_an_adapter_by_header_is_refused() -> None:
 
 def answer_of(parsed: ParsedRequest, logprobs: Sequence[float] = (-1.0,)) -> Any:
     """The JSON answer if each sequence has one token, with these log-probabilities in turn."""
+    for request in parsed.requests:
+        scored = (Token(5, "<5>", -0.25, False, rank=1),)
+        assert not parsed.formatter.feed(Delta(request.request_id, "", (), prompt=scored))
     parts = [
         parsed.formatter.feed(
             Delta(
@@ -336,13 +340,15 @@ def answer_of(parsed: ParsedRequest, logprobs: Sequence[float] = (-1.0,)) -> Any
     return json.loads(parts[-1])
 
 
-def test_the_tokens_of_the_prompt_have_no_log_probability() -> None:
+def test_the_tokens_of_the_prompt_have_log_probabilities_but_the_first() -> None:
     prefill = [
         {"id": 1, "text": "", "log_prob": None},
-        {"id": 5, "text": "<5>", "log_prob": None},
+        {"id": 5, "text": "<5>", "log_prob": -0.25},
     ]
-    details = answer_of(with_parameters(details=True, decoder_input_details=True))["details"]
-    assert details["prefill"] == prefill
+    parsed = with_parameters(details=True, decoder_input_details=True)
+    assert parsed.request.scores_prompt == 0
+    assert answer_of(parsed)["details"]["prefill"] == prefill
+    assert with_parameters(decoder_input_details=True).request.scores_prompt is None
     assert "details" not in answer_of(with_parameters(decoder_input_details=True))
 
 

@@ -505,7 +505,12 @@ def test_how_a_template_is_rendered() -> None:
         (complete(logprobs=True), "logprobs", "from 0 to 5"),
         (complete(best_of=1, n=2), "best_of", "at least n"),
         (complete(best_of=2, stream=True), "best_of", "not streamed"),
-        (complete(echo=True, logprobs=0), "logprobs", "no logits of a prompt"),
+        (complete(max_tokens=0), "max_tokens", "echo with logprobs, or prompt_logprobs"),
+        (complete(max_tokens=0, echo=True), "max_tokens", "echo with logprobs"),
+        (complete(max_tokens=-1, echo=True, logprobs=0), "max_tokens", "at least 0"),
+        (chat(max_tokens=0, prompt_logprobs=0), "max_tokens", "at least 1"),
+        (chat(prompt_logprobs=21), "prompt_logprobs", "from 0 to 20"),
+        (complete(prompt_logprobs=0, stream=True), "prompt_logprobs", "not answered by a stream"),
     ],
 )
 def test_errors_name_the_field(payload: Any, param: str | None, says: str) -> None:
@@ -819,6 +824,73 @@ def test_echo(stream: bool) -> None:
         parts = [deltas(request.request_id, 7) for request in parsed.requests]
         found = SCHEMAS["completion_sse" if stream else "completion"](answer(parsed, *parts))
         assert found.texts == [text + "<7>" for text in texts]
+
+
+def scored(request_id: str, *ids: int) -> list[Delta]:
+    """Deltas with the scores of a prompt's tokens; the likeliest in each place are 9, which is the token too, and 5."""
+    return [
+        Delta(request_id, "", (), prompt=(token(one, (9, 5), -2.0)._replace(rank=3),))
+        for one in ids
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_probabilities_of_a_prompt_that_is_repeated(stream: bool) -> None:
+    for more, parts in (({"max_tokens": 2}, deltas("r", 7, 2, top=(5,))), ({"max_tokens": 0}, [])):
+        parsed = parse(complete("<5>é<9>", echo=True, logprobs=1, stream=stream, **more))
+        assert parsed.request.scores_prompt == 1
+        _, _, e_acute, _ = ids = parsed.request.prompt_ids
+        ends = [*parts[:-1], Delta("r", "", parts[-1].tokens if parts else (), FinishReason.LENGTH)]
+        content = answer(parsed, scored("r", *ids[1:]), ends)
+        found = events(content) if stream else [json.loads(content)]
+        choices = [choice for part in found for choice in part["choices"]]
+        assert "".join(choice["text"] for choice in choices) == "<5>é<9>" + ("<7>" if parts else "")
+        listed = {
+            name: [one for choice in choices for one in (choice["logprobs"] or {}).get(name) or ()]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        name = f"<{e_acute}>"
+        best = {"<9>": -1.0}
+        generated = 2 if parts else 0
+        # The text of the toy's tokens is longer than the prompt: offsets count back from where the text goes on.
+        start = len("<5>é<9>") - len(f"<5>{name}<9>")
+        offsets = [max(0, start + len(text)) for text in ("", "", "<5>", f"<5>{name}")]
+        assert listed == {
+            "tokens": ["", "<5>", name, "<9>", *["<7>", "<eos>"][:generated]],
+            "token_logprobs": [None, -2.0, -2.0, -2.0, *[-0.5] * generated],
+            "top_logprobs": [
+                None,
+                {**best, "<5>": -2.0},
+                {**best, name: -2.0},
+                {"<9>": -2.0},
+                *[{"<5>": -1.0, "<7>": -0.5}, {"<5>": -1.0, "<eos>": -0.5}][:generated],
+            ],
+            "text_offset": [*offsets, *[7, 10][:generated]],
+        }
+        assert choices[-1]["finish_reason"] == "length"
+
+
+def test_the_scores_of_prompts_in_vllms_shape() -> None:
+    def score(token_id: int, logprob: float, rank: int) -> Any:
+        return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": f"<{token_id}>"}}
+
+    first, last = {**score(5, -2.0, 3), **score(9, -1.0, 1)}, score(9, -2.0, 3)
+    for number, wanted in (
+        (2, [None, first, {**last, **score(5, -1.0, 2)}]),
+        (1, [None, first, last]),
+        (0, [None, score(5, -2.0, 3), last]),
+    ):
+        parsed = parse(chat({"role": "user", "content": "<5><9>"}, prompt_logprobs=number))
+        assert parsed.request.scores_prompt == number
+        whole = json.loads(answer(parsed, scored("r", 5, 9), deltas("r", 7)))
+        assert whole["prompt_logprobs"] == wanted
+        assert whole["choices"][0]["logprobs"] is None
+        parsed = parse(complete([[1, 5, 9], [5]], prompt_logprobs=number, max_tokens=0))
+        ends = [Delta(one, "", (), FinishReason.LENGTH) for one in ("r", "r.1")]
+        whole = json.loads(answer(parsed, scored("r", 5, 9), ends))
+        assert [choice["prompt_logprobs"] for choice in whole["choices"]] == [wanted, [None]]
+        assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+    assert "prompt_logprobs" not in json.loads(answer(parse(chat()), deltas("r", 7)))
 
 
 @pytest.mark.parametrize("token_id", [-1, 300, 2**32, 2**64 - 1])

@@ -85,6 +85,7 @@ LOGPROBS = {
     "top_logprobs": [{"a": -0.5, "b": -1.5}],
     "text_offset": [0],
 }
+ECHOED = {**LOGPROBS, "token_logprobs": [None], "top_logprobs": [None]}
 
 
 def chunk(of: dict[str, Any], choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
@@ -227,6 +228,10 @@ EXAMPLES: dict[str, Any] = {
     "completion": COMPLETION,
     "completion_logprobs": with_logprobs(COMPLETION, {**LOGPROBS, "top_logprobs": None}),
     "completion_top_2": with_logprobs(COMPLETION, LOGPROBS),
+    "completion_echo_top_2": {
+        **with_logprobs(COMPLETION, ECHOED),
+        "usage": {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1},
+    },
     "completion_sse": [chunk(COMPLETION, PART), chunk(COMPLETION, LAST_PART)],
     "completion_sse_usage": [
         chunk(COMPLETION, PART, usage=None),

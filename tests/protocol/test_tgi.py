@@ -117,10 +117,14 @@ def test_details(option: str) -> None:
 
 
 def test_the_tokens_of_the_prompt_bring_the_details() -> None:
-    details = json.loads(finish(generate(decoder_input_details=True))[-1])["details"]
+    parsed = generate(decoder_input_details=True)
+    assert parsed.request.scores_prompt == 0
+    scored = Delta("r", "", (), prompt=(Token(5, "<5>", -0.25, False, rank=1),))
+    assert not parsed.formatter.feed(scored)
+    details = json.loads(finish(parsed)[-1])["details"]
     assert details["prefill"] == [
         {"id": 1, "text": "", "logprob": None},
-        {"id": 5, "text": "<5>", "logprob": None},
+        {"id": 5, "text": "<5>", "logprob": -0.25},
     ]
 
 

@@ -428,7 +428,9 @@ def _lmi_sequence(record: Any, details: Any, answer: Answer) -> None:
     answer.num_tokens.append(details["generated_tokens"])
     assert len(details["tokens"]) == details["generated_tokens"]
     key = "log_prob" if not details["tokens"] or "log_prob" in details["tokens"][0] else "logprob"
-    _log_probs_hold([*details["tokens"], *details.get("prefill", ())], key)
+    prefill = details.get("prefill", ())
+    _log_probs_hold([*details["tokens"], *prefill], key)
+    assert [token[key] is None for token in prefill] == [i == 0 for i in range(len(prefill))]
     if "top_tokens" in details:
         assert len(details["top_tokens"]) == details["generated_tokens"]
         for chosen, best in zip(details["tokens"], details["top_tokens"], strict=True):
@@ -689,8 +691,11 @@ def _chat_stream(
     return answer
 
 
-def _completion_logprobs(choice: Any, num_top: int | None) -> int:
-    """The number of tokens; `num_top` None: the request asked for no log-probabilities."""
+def _completion_logprobs(choice: Any, num_top: int | None, *, echo: bool = False) -> int:
+    """The number of tokens; `num_top` None: the request asked for no log-probabilities.
+
+    With `echo` the first one has none. The package's model knows no null there, so that it is replaced.
+    """
     _has(choice, "logprobs")
     logprobs = choice["logprobs"]
     if num_top is None:
@@ -701,6 +706,10 @@ def _completion_logprobs(choice: Any, num_top: int | None) -> int:
         return 0
     columns = {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
     _has(logprobs, *columns)
+    if echo:
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["top_logprobs"][0] is None
+        logprobs["token_logprobs"][0], logprobs["top_logprobs"][0] = 0.0, {}
     assert len({len(logprobs[name]) for name in columns if logprobs[name] is not None}) == 1
     assert all(found <= 0 for found in logprobs["token_logprobs"])
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
@@ -710,16 +719,17 @@ def _completion_logprobs(choice: Any, num_top: int | None) -> int:
     return len(logprobs["tokens"])
 
 
-def _completion(content: bytes, num_top: int | None = None) -> Answer:
+def _completion(content: bytes, num_top: int | None = None, *, echo: bool = False) -> Answer:
     record = json.loads(content)
     choices = record["choices"]
-    counted = sum(_completion_logprobs(choice, num_top) for choice in choices)
+    counted = sum(_completion_logprobs(choice, num_top, echo=echo) for choice in choices)
     _openai("Completion", record)
     assert record["system_fingerprint"], "TGI's client needs it"
     assert record["id"].startswith("cmpl-")
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     num_tokens = _usage(record)
-    assert num_top is None or counted == num_tokens
+    num_listed = record["usage"]["total_tokens"] if echo else num_tokens
+    assert num_top is None or counted == num_listed
     for choice in choices:
         if choice["logprobs"]:
             assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
@@ -834,6 +844,7 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "completion": _completion,
     "completion_logprobs": partial(_completion, num_top=0),
     "completion_top_2": partial(_completion, num_top=2),
+    "completion_echo_top_2": partial(_completion, num_top=2, echo=True),
     "completion_sse": _completion_stream,
     "completion_sse_usage": partial(_completion_stream, usage=True),
     "completion_sse_usage_each": partial(_completion_stream, usage="each"),

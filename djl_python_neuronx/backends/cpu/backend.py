@@ -55,6 +55,10 @@ def load(plan: LoadPlan) -> CpuBackend:
     return backend
 
 
+_SCORED_BYTES = 2**25
+"""Most bytes of the logits with which one step scores a prompt."""
+
+
 class CpuBackend(SlotBackend):
     """A `Backend` that runs `model` on a cache with one row per slot."""
 
@@ -64,12 +68,14 @@ class CpuBackend(SlotBackend):
 
     def __init__(self, model: SlotModel, plan: LoadPlan) -> None:
         """Every slot is empty."""
+        most = max(1, _SCORED_BYTES // (4 * model.vocab_size))
         spec = make_spec(
             plan,
             model.vocab_size,
             plan.token_buckets,
             max_prefill_batch=plan.num_slots,
             outputs=Want.LOGITS | Want.ALL_LOGITS,
+            score_columns=0 if plan.mixed_steps else min(most, plan.prefill_buckets[-1]),
             num_speculative_tokens=plan.num_speculative_tokens,
             mixed_steps=plan.mixed_steps,
             prefix_block=int(plan.prefix_caching),
