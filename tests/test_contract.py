@@ -20,6 +20,7 @@ from djl_python_neuronx.errors import BackendError, StepError
 from djl_python_neuronx.types import GenerationRequest
 from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.engine.steps import across_the_border
 
 NUM_SLOTS, MAX_LEN = 4, 48
 PREFILL_BUCKETS, TOKEN_BUCKETS = (4, 8, 20), (12, 24, 48)
@@ -397,6 +398,35 @@ def test_a_chunk_can_be_written_again(driver: Driver) -> None:
     for _ in range(4):
         driver.decode()
     assert_same(driver.leave(1), wanted)
+
+
+def test_a_prompt_is_scored_with_the_logits_of_its_prefixes_beside_a_stream(
+    driver: Driver,
+) -> None:
+    """By the engine: decode steps feed it, or a prefill returns all logits. The stream's tokens stay as they are."""
+    stream, prompt = driver.alone(prompt_of(2, seed=1), 8), prompt_of(20, seed=2)
+    exact = {}
+    for length in range(1, len(prompt), 3):
+        driver.backend.acquire(1, prompt[:length], 0)
+        rows = make_rows({1: prompt[:length]})
+        logits = logits_of(driver.backend, Step(prefill=rows))[0, 0].astype(np.float64)
+        exact[length] = logits[prompt[length]] - np.log(np.exp(logits).sum())
+        driver.backend.release([1])
+    engine = Engine(driver.backend)
+    engine.add(EngineRequest("stream", stream.prompt, max_new_tokens=8))
+    engine.add(EngineRequest("scored", prompt, max_new_tokens=0, scores_prompt=1))
+    found, tokens = {}, []
+    while engine.has_work:
+        for output in map(across_the_border, engine.step().outputs):
+            assert output.error is None
+            tokens += output.token_ids
+            if output.scored is not None:
+                assert output.request_id == "scored"
+                places = range(output.scored.start, len(prompt))
+                found.update(zip(places, output.logprobs or (), strict=False))
+    assert_same(Text(stream.prompt, tokens), stream)
+    assert sorted(found) == [*range(1, len(prompt))]
+    assert {place: found[place] for place in exact} == pytest.approx(exact, abs=1e-3)
 
 
 def test_closed_is_closed(load: Callable[[], Backend]) -> None:

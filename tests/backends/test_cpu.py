@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from djl_python_neuronx.backends.base import Float32Array, Step, Want  # noqa: E
 from djl_python_neuronx.backends.cpu.backend import CpuBackend  # noqa: E402
 from djl_python_neuronx.backends.cpu.model import SlotModel  # noqa: E402
 from djl_python_neuronx.backends.env import count_cores  # noqa: E402
+from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
     ArtifactError,
     ArtifactNotFoundError,
@@ -41,6 +43,7 @@ from djl_python_neuronx.errors import (  # noqa: E402
     IncompatibleOptionsError,
     StepError,
 )
+from djl_python_neuronx.types import EngineRequest, TokenOutput  # noqa: E402
 from tests.backends.conversations import assert_answers_of_one_prompt, converse  # noqa: E402
 from tests.backends.tnx_engine import assert_greedy  # noqa: E402
 from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows  # noqa: E402
@@ -52,6 +55,7 @@ from tests.doubles.tiny_models import (  # noqa: E402
     poison,
     save_tiny_model,
 )
+from tests.engine.steps import across_the_border  # noqa: E402
 
 EOS_ID = 1
 SHORT: Any = {"prefill_buckets": (4, 8)}
@@ -199,6 +203,43 @@ def test_every_way_to_the_same_logits(model_type: str, checkpoint: Callable[[str
         verified = make_rows({3: drafts}, {3: 20}, Want.ALL_LOGITS)
         found = logits_of(backend, Step(decode=verified))
     np.testing.assert_allclose(found[0], wanted[3][20:], atol=1e-4)
+
+
+@pytest.mark.parametrize("mixed_steps", [False, True])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_scores_are_log_softmax_of_the_models_own_logits(
+    model_type: str, mixed_steps: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    """In chunks or by decode steps, also of prompts beyond every bucket, beside streams whose tokens stay the same."""
+    folder = checkpoint(model_type)
+    reference = load_reference(folder)
+    backend = backends.get("cpu").load(plan_for(folder, mixed_steps=mixed_steps, **SHORT))
+    engine = Engine(backend)
+    streams = {f"s{i}": generate(reference, one, 9) for i, one in enumerate(prompts_of(3, 7))}
+    for name, text in streams.items():
+        engine.add(EngineRequest(name, text.prompt, max_new_tokens=9, ignore_eos=True))
+    prompts = prompts_of(1, 2, 8, 9, 30, seed=1)
+    for i, prompt in enumerate(prompts):
+        engine.add(EngineRequest(f"p{i}", prompt, max_new_tokens=i % 2, scores_prompt=2))
+    found: dict[str, list[TokenOutput]] = defaultdict(list)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[output.request_id].append(across_the_border(output))
+    backend.close()
+    for name, text in streams.items():
+        tokens = [one for output in found[name] for one in output.token_ids]
+        assert_same(Text(text.prompt, tokens), text)
+    for i, prompt in enumerate(prompts):
+        outputs = found[f"p{i}"]
+        with torch.inference_mode():
+            exact = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert sum(len(output.token_ids) for output in outputs) == i % 2
+        scored = [output for output in outputs if output.scored is not None]
+        scores = [score for output in scored for score in output.logprobs or ()]
+        chosen = [float(exact[place, one]) for place, one in enumerate(prompt[1:])]
+        assert scores == pytest.approx(chosen, abs=1e-4)
+        likeliest = [top[0][1] for output in scored for top in output.top or ()]
+        assert likeliest == pytest.approx(exact[:-1].max(-1).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("model_type", list(CONFIGS))
