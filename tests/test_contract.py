@@ -17,7 +17,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.backends.base import Backend, Step, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.errors import BackendError, StepError
-from djl_python_neuronx.types import GenerationRequest
+from djl_python_neuronx.types import EngineRequest, GenerationRequest
 from tests.doubles.device_driver import Driver, Text, assert_same, logits_of, make_rows
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.engine.steps import across_the_border
