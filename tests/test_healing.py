@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tests.clients.answers import MODEL, ROOT
 from tests.clients.embedded import Embedded
 from tests.doubles.toy_backend import expected
+from tests.effort import some
 from tests.processes import alive, descendants, engines, wait_gone, wait_until
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
@@ -269,6 +270,59 @@ def test_without_resumption_streams_end_with_an_error_event_and_whole_answers_wi
     assert (whole.result().status, error(whole.result())["code"]) == (503, 503)
     for prompt, reply in zip("cd", waiting, strict=True):
         assert ids(reply.result()) == right(prompt) or error(reply.result())["code"] == 503
+
+
+def answers(server):
+    """The events of answers of all kinds, asked for at once. Ids and times are left out.
+
+    Those of two sequences of one answer come in any order: here the first one's are first.
+    """
+    lmi = {"max_new_tokens": 12, "details": True, "decoder_input_details": False}
+    sampled = {"do_sample": True, "temperature": 2.0, "seed": 7}
+    start = TOKENIZER.decode(right("ab", 12))[:9]
+    openai = {"model": "tiny-llama", "prompt": "cd", "max_tokens": 12, "n": 2, "temperature": 1.5}
+    requests = [
+        ("/invocations", {"inputs": "ab", "parameters": parameters, "stream": stream})
+        for parameters in (
+            lmi,
+            {**lmi, **sampled, "repetition_penalty": 1.5},
+            {**lmi, **sampled, "top_n_tokens": 2},
+            {**lmi, "stop": ["never", start[-2:]]},
+        )
+        for stream in (False, True)
+    ]
+    requests += [
+        ("/v1/completions", {**openai, "seed": 3, "logprobs": 2, "stream": stream})
+        for stream in (False, True)
+    ]
+
+    def ask(request):
+        path, body = request
+        deadline_s = time.monotonic() + PATIENCE_S
+        reply = server.send("POST", path, json.dumps(body).encode(), {}, deadline_s)
+        assert reply.status == 200, reply
+        data = re.sub(rb'"(id|created)":("[^"]*"|[0-9]+)', b"", reply.data)
+        return sorted(filter(None, data.splitlines()), key=lambda line: b'"index":1' in line)
+
+    with ThreadPoolExecutor(len(requests)) as clients:
+        return [*clients.map(ask, requests)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_whenever_an_engine_is_killed_the_bytes_are_those_of_a_run_without_a_kill(serve, replicas):
+    server = serve(engine_restarts=1000, replicas=replicas)
+    wanted = answers(server)
+    assert [wanted.index(answer) for answer in wanted] == [*range(10)]
+    assert not any(b'"code"' in line for answer in wanted for line in answer)
+    steps_left = server.control / "steps_left"
+    for kill, number in enumerate(some(range(36 // replicas), replicas), 1):
+        server.until(lambda: server.get("/ping").status == 200)
+        server.until(lambda: len(engines(server.front)) == replicas)
+        steps_left.write_text(str(number))
+        assert answers(server) == wanted, number
+        assert not steps_left.exists()
+        assert server.said.count("engine_died") == kill
+    assert server.metric("djl_neuronx_resumed_requests_total") > kill
 
 
 def test_a_request_that_is_run_again_has_the_tokens_of_its_seed(serve):

@@ -1,9 +1,10 @@
 """The toy in place of the cpu backend, for engine processes that die.
 
 Files in the folder `MORTAL`: while `hold` exists, a load waits; a load that begins while `doomed` exists kills its
-process; `prefilled` gets a line with the second id (the first is bos) of each prompt that a step begins. Variables:
-`MORTAL_LOAD_S`, `MORTAL_PREFILL_S` and `MORTAL_STEP_S` are the seconds of a load, a prefill and a decode; a prompt
-with the token `MORTAL_POISON` kills the process.
+process; `steps_left` has the number of steps after which an engine kills its process, and is gone then; `prefilled`
+gets a line with the second id (the first is bos) of each prompt that a step begins. Variables: `MORTAL_LOAD_S`,
+`MORTAL_PREFILL_S` and `MORTAL_STEP_S` are the seconds of a load, a prefill and a decode; a prompt with the token
+`MORTAL_POISON` kills the process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,17 @@ def _seconds(what):
 
 
 class Mortal(ToyBackend):
+    last_step = None
+
     def run(self, step):
+        steps_left = FOLDER / "steps_left"
+        if not steps_left.exists():
+            self.last_step = None
+        elif self.last_step is None:
+            self.last_step = self.num_steps + int(steps_left.read_text())
+        if self.last_step == self.num_steps:
+            steps_left.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         if step.prefill is not None:
             ids = step.prefill.input_ids[0].tolist()
             with (FOLDER / "prefilled").open("a") as log:
