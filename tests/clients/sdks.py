@@ -15,6 +15,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import transformers
 
 boto3 = pytest.importorskip("boto3", reason="needs boto3")
 openai = pytest.importorskip("openai", reason="needs openai")
@@ -228,6 +229,67 @@ def check_logprobs(url: str) -> None:
     assert [token.token for token in streamed] == [token.token for token in content]
     data = b"".join(bytes(token.bytes) for token in content)
     assert data.decode().startswith(check["completion"])
+
+
+def check_prompt_scores(url: str) -> None:
+    """Log-probabilities of prompts are those of transformers, whichever parameter asks for them."""
+    from tests.doubles.tiny_models import load_reference
+
+    reference, tokenizer = load_reference(MODEL), transformers.AutoTokenizer.from_pretrained(MODEL)
+    client, prompts = openai_client(url), [CHECKS[0]["prompt"], CHECKS[1]["prompt"]]
+    asked = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 2, "temperature": 0}
+    alone = client.completions.create(max_tokens=0, **asked)
+    whole = client.completions.create(max_tokens=3, **asked)
+    parts: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in client.completions.create(max_tokens=3, stream=True, **asked):
+        parts[chunk.choices[0].index].append(chunk.choices[0])
+    vllm = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    assert alone.usage.completion_tokens == 0 < whole.usage.completion_tokens
+    for i, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        exact = reference(ids).logits[0].detach().log_softmax(-1)
+        wanted = [float(exact[place, one]) for place, one in enumerate(ids[0, 1:])]
+        best = exact[:-1].max(-1).values.tolist()
+        listed = alone.choices[i].logprobs
+        for choice, found in (
+            (alone.choices[i], listed),
+            (whole.choices[i], whole.choices[i].logprobs),
+            (parts[i][0], parts[i][0].logprobs),
+        ):
+            assert choice.text.startswith(prompt)
+            assert found.token_logprobs[0] is None
+            assert found.top_logprobs[0] is None
+            assert found.token_logprobs[1 : ids.shape[1]] == pytest.approx(wanted, abs=1e-4)
+            likeliest = [max(place.values()) for place in found.top_logprobs[1 : ids.shape[1]]]
+            assert likeliest == pytest.approx(best, abs=1e-4)
+        assert len(listed.tokens) == ids.shape[1]
+        assert (alone.choices[i].text, alone.choices[i].finish_reason) == (prompt, "length")
+        spans = zip(listed.text_offset, [*listed.text_offset[1:], len(prompt)], strict=True)
+        texts = [prompt[start:end] for start, end in spans]
+        assert "".join(texts) == prompt
+        for text, name in zip(texts[1:], listed.tokens[1:], strict=True):
+            assert text.strip() == name.strip() or name.startswith("bytes:")
+        text = "".join(part.text for part in parts[i])
+        assert text == whole.choices[i].text
+        scores = vllm.choices[i].prompt_logprobs
+        assert scores[0] is None
+        chosen = [place[str(int(one))] for place, one in zip(scores[1:], ids[0, 1:], strict=True)]
+        assert [one["logprob"] for one in chosen] == pytest.approx(wanted, abs=1e-4)
+        assert [one["rank"] == 1 for one in chosen] == [
+            abs(one - top) < 1e-4 for one, top in zip(wanted, best, strict=True)
+        ]
+
+
+def check_more_answers_than_slots(url: str) -> None:
+    """They queue, and each has a stream of random numbers, the first one that of a request for one answer."""
+    client = openai_client(url)
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 4, "seed": 7, "temperature": 2}
+    texts = [choice.text for choice in client.completions.create(n=20, **asked).choices]
+    assert texts == [choice.text for choice in client.completions.create(n=20, **asked).choices]
+    assert texts[0] == client.completions.create(**asked).choices[0].text
+    assert len(set(texts)) > 10
 
 
 def check_openai_errors(url: str, *, has_shape: bool = True) -> None:

@@ -286,6 +286,7 @@ def test_chats_of_clients_are_answered_right(url, ask):
         sdks.check_sagemaker,
         sdks.check_completions,
         sdks.check_logprobs,
+        sdks.check_prompt_scores,
         sdks.check_text_generation,
     ],
     ids=lambda check: check.__name__,

@@ -65,9 +65,9 @@ PROGRAMS = tuple(
         ),
         ("text_generation_python.py", "text-generation", "text-generation"),
         ("sagemaker_python.py", "sagemaker", "boto3 sagemaker-core"),
-        ("lm_eval_command.py", "benchmarks", "lm-eval[api]"),
         ("aiperf_command.py", "benchmarks", "aiperf"),
         ("guidellm_command.py", "torch", "guidellm"),
+        ("lm_eval_command.py", "torch", "lm-eval[api,hf]"),
         ("openai_node.mjs", "node", "openai"),
         ("huggingface_node.mjs", "node", "@huggingface/inference"),
         ("ai_node.mjs", "node", "ai @ai-sdk/openai-compatible"),
@@ -129,7 +129,7 @@ def environment(name: str) -> Path:
     _run(sys.executable, "-m", "venv", "--upgrade-deps", folder)
     python = folder / "bin" / "python"
     if name == "torch":
-        # guidellm asks for torch, which is gigabytes: let it find the one of these tests.
+        # They ask for torch, which is gigabytes: let them find the one of these tests.
         where = sysconfig.get_path("purelib", vars={"base": str(folder)})
         Path(where, "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     more = shlex.split(os.environ.get("PIP_ARGS", ""))

@@ -81,6 +81,14 @@ def test_logprobs(url: str) -> None:
     sdks.check_logprobs(url)
 
 
+def test_prompt_scores(url: str) -> None:
+    sdks.check_prompt_scores(url)
+
+
+def test_more_answers_than_slots(url: str) -> None:
+    sdks.check_more_answers_than_slots(url)
+
+
 def test_openai_errors(url: str) -> None:
     sdks.check_openai_errors(url)
 
