@@ -221,6 +221,7 @@ def test_generated_pages_are_current():
         "docs/options.md": document.options_page(),
         "docs/architectures.md": document.architectures_page(),
         "docs/metrics.md": document.metrics_page(),
+        "docs/defaults.md": document.defaults_page(),
         "serving.properties.example": document.example_file(),
     }
     for name, text in pages.items():

@@ -1,7 +1,7 @@
-"""Generator of serving.properties.example and of docs/options.md, architectures.md and metrics.md.
+"""Generator of serving.properties.example and of docs/options.md, architectures.md, metrics.md and defaults.md.
 
-``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``) writes to standard output; `make
-docs` writes all files.
+``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``, ``defaults``) writes to standard
+output; `make docs` writes all files.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
+from pydantic import BaseModel
+
+from djl_python_neuronx.artifacts.tokenizer import TokenTable
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, NOT_SERVED, UNSUPPORTED
@@ -25,6 +29,14 @@ from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import NeuronBackend
 from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.protocol.base import ParseContext, WireProtocol
+from djl_python_neuronx.protocol.bedrock import BedrockProtocol, BedrockRequest
+from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.openai_chat import ChatParameters, ChatProtocol
+from djl_python_neuronx.protocol.openai_completions import CompletionParameters, CompletionProtocol
+from djl_python_neuronx.protocol.plain import PlainProtocol, PlainRequest
+from djl_python_neuronx.protocol.text_generation import Parameters
+from djl_python_neuronx.protocol.tgi import TgiProtocol
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 
 _OPTIONS_HEAD = """\
@@ -140,6 +152,18 @@ added; without buckets. CloudWatch charges for each metric. SageMaker's "detaile
 (port 8080), with labels and buckets, for queries in PromQL, which target tracking does not take.
 """
 
+_DEFAULTS_HEAD = """\
+# Missing parameters
+
+Generated from the request models in `djl_python_neuronx/protocol/` by `make docs`, from what they make of a request
+with a prompt alone. [protocols.md](protocols.md) explains the parameters.
+
+A dash: the protocol has no such parameter, and [refuses it](protocols.md#fields-of-other-servers) unless its value has
+no effect. *sampled*: with `do_sample`, or with another parameter of sampling; else the answer is greedy. For OpenAI's
+protocols the model's `generation_config.json` takes precedence, and where only the device samples its compiled
+parameters do.
+"""
+
 _CAPABILITIES: Mapping[str, Callable[[Capability], bool]] = {
     "continuous batching": lambda entry: entry.continuous_batching,
     "`context_length_estimate`": lambda entry: entry.context_buckets,
@@ -225,6 +249,72 @@ def metrics_page() -> str:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{NAMESPACE}_{name}` | {metric.kind} | {labels} | {metric.doc} |")
     return "\n".join([_METRICS_HEAD, *lines, ""])
+
+
+class _NoTokenizer(TokenTable):
+    """Stands in for a tokenizer: each text is one token."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:  # noqa: ARG002
+        """See `Tokenizer`."""
+        return [0]
+
+    def encode_chat(self, messages: object, **how: object) -> list[int]:  # noqa: ARG002
+        """See `Tokenizer`."""
+        return [0]
+
+
+_MESSAGE = {"role": "user", "content": "a"}
+_COLUMNS: Mapping[str, tuple[WireProtocol, type[BaseModel], str, Mapping[str, object]]] = {
+    "LMI": (LmiProtocol(), Parameters, "", {"inputs": "a"}),
+    "TGI": (TgiProtocol(), Parameters, "/generate", {"inputs": "a"}),
+    "OpenAI chats": (ChatProtocol(), ChatParameters, "", {"messages": [_MESSAGE]}),
+    "OpenAI completions": (CompletionProtocol(), CompletionParameters, "", {"prompt": "a"}),
+    "Bedrock": (BedrockProtocol(), BedrockRequest, "", {"prompt": "a"}),
+    "plain": (PlainProtocol(), PlainRequest, "", {"prompt": "a"}),
+}
+"""Protocol to its parser, the model of its parameters, a path, and its shortest request."""
+_LIMITS = ("max_new_tokens", "max_tokens", "max_completion_tokens", "max_gen_len")
+
+
+def defaults_page() -> str:
+    """Text of docs/defaults.md."""
+    found = {title: _defaults(*column) for title, column in _COLUMNS.items()}
+    lines = [f"| parameter | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
+    for name in sorted({name for cells in found.values() for name in cells}):
+        cells = (cells.get(name, "–") for cells in found.values())
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join([_DEFAULTS_HEAD, *lines, ""])
+
+
+def _defaults(
+    protocol: WireProtocol, model: type[BaseModel], path: str, payload: Mapping[str, object]
+) -> dict[str, str]:
+    """Parameter to what a request means that lacks it."""
+    context = ParseContext(
+        tokenizer=_NoTokenizer({}, frozenset(), None),
+        path=path,
+        vocab_size=1,
+        options=ServingOptions(model_name="a"),
+    )
+    request = protocol.parse(payload, context).request
+    meant = {**vars(request.sampling)}
+    meant |= dict.fromkeys(_LIMITS, request.max_new_tokens or "what fits")
+    cells = {
+        name: _missing(meant.get(name, field.get_default(call_default_factory=True)))
+        for name, field in model.model_fields.items()
+        if not field.is_required() and name not in {"model", "stream_options"}
+    }
+    if "do_sample" in cells:
+        sampled = protocol.parse({**payload, "parameters": {"do_sample": True}}, context).request
+        cells["temperature"] += f"; sampled `{sampled.sampling.temperature}`"
+        cells["do_sample"] = "[see there](protocols.md#lmi)"
+    return cells
+
+
+def _missing(default: object) -> str:
+    if default in (None, math.inf, [], {}):
+        return "none"
+    return default if default == "what fits" else f"`{json.dumps(default)}`"
 
 
 def _notes(entry: Capability) -> Iterator[str]:
@@ -372,6 +462,7 @@ def main(which: str) -> None:
         "example": example_file,
         "architectures": architectures_page,
         "metrics": metrics_page,
+        "defaults": defaults_page,
     }
     sys.stdout.write(pages[which]())
 
