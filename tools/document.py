@@ -294,7 +294,7 @@ def _defaults(
         tokenizer=_NoTokenizer({}, frozenset(), None),
         path=path,
         vocab_size=1,
-        options=ServingOptions(model_name="a"),
+        options=ServingOptions(model_name=("a",)),
     )
     request = protocol.parse(payload, context).request
     meant = {**vars(request.sampling)}
