@@ -56,6 +56,8 @@ class EngineRequest:
     counts generated tokens, and no output has them."""
     cache_salt: str = ""
     """Requests with the same one, and with the same adapter, share what the cache has of their prompts."""
+    grammar: str | None = None
+    """The grammar that the text fulfils, in the form of `Tokenizer.grammar`. It ends where the grammar does."""
     client_id: str = ""
     """The client's own id, for its response and for logs."""
 
@@ -186,6 +188,9 @@ class Tokenizer(Protocol):
 
         A token that is a part of a character has that part's bytes, or those of U+FFFD if `pieces` is None.
         """
+
+    def grammar(self, kind: str, text: str) -> str:
+        """The engine's form of a grammar; see `grammar.checked`."""
 
     def close(self) -> None:
         """End what it has started. Idempotent."""

@@ -27,6 +27,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnsupportedParameterError,
 )
+from djl_python_neuronx.grammar import checked
 from djl_python_neuronx.types import RENDERING, Rendering
 
 logger = logging.getLogger(__name__)
@@ -224,6 +225,10 @@ class TokenTable:
     def _token_bytes(self) -> dict[int, bytes]:
         """The bytes of special tokens, and without `pieces` of those that were decoded so far."""
         return {token_id: text.encode() for text, token_id in self.special.items()}
+
+    def grammar(self, kind: str, text: str) -> str:
+        """See `Tokenizer`."""
+        return checked(kind, text)
 
     def close(self) -> None:
         """See `Tokenizer`."""

@@ -21,6 +21,7 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.engine.batching import Batcher
+from djl_python_neuronx.engine.grammars import Grammar
 from djl_python_neuronx.engine.runner import (
     MAX_FAILED_STEPS,
     Ran,
@@ -70,8 +71,10 @@ class StepResult(NamedTuple):
     """The graph that ran and its tokens; None if nothing ran, or it failed."""
 
 
-def _missing(token_id: int) -> ServingError:
+def _missing(token_id: int, grammar: Grammar | None) -> ServingError:
     """The error of a sequence that got `NONE_ALLOWED`, or `NO_TOKEN`, in place of a token."""
+    if grammar is not None and grammar.error is not None:
+        return grammar.error
     if token_id == NONE_ALLOWED:
         message = "no token may follow, the request's rules exclude each one; loosen them"
         return RequestError(message)
@@ -173,9 +176,9 @@ class Engine:
         if self.proposer is not None:
             self.proposer.close()
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request that `limits.check` has passed, with an id that no other one has."""
-        sequence = Sequence(request, self.spec)
+    def add(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
+        """Queue a request that `limits.check` has passed, with an id that no other one has, and its grammar."""
+        sequence = Sequence(request, self.spec, grammar)
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -279,7 +282,12 @@ class Engine:
             else:
                 call.cached[sequence.request_id] = sequence.num_cached
                 self._sampler.assign(
-                    slot, sequence.sampling, request.prompt_ids, sequence.seed, request.given_ids
+                    slot,
+                    sequence.sampling,
+                    request.prompt_ids,
+                    sequence.seed,
+                    request.given_ids,
+                    [] if sequence.grammar is None else [sequence.grammar],
                 )
         if failures:
             call.refused = self._fail_all(failures, acquired=False)
@@ -390,7 +398,7 @@ class Engine:
         taken = sequence.take(token_ids)
         request, reason = sequence.request, sequence.finish_reason
         if not taken and reason is None:
-            return self._fail(sequence, _missing(token_ids[0]))
+            return self._fail(sequence, _missing(token_ids[0], sequence.grammar))
         if reason is not None:
             self._end(sequence)
         top = request.top_logprobs

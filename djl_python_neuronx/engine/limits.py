@@ -65,6 +65,9 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     if request.max_new_tokens is not None and request.max_new_tokens < (0 if scores else 1):
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
+    if request.grammar is not None and not (spec.eos_ids or request.stop_token_ids):
+        msg = "the model has no end of text, with which a grammar could end; send stop_token_ids"
+        raise UnsupportedParameterError(msg, "stop_token_ids")
     if not 0 <= request.adapter < len(spec.adapters):
         msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
         raise UnsupportedParameterError(msg)
@@ -155,6 +158,10 @@ def _host_reason(request: EngineRequest, spec: ModelSpec) -> str | None:
     if request.logprobs or request.top_logprobs or request.scores_prompt is not None:
         refused.append(
             "log-probabilities (details, logprobs, top_logprobs, top_n_tokens, prompt_logprobs)"
+        )
+    if request.grammar is not None:
+        refused.append(
+            "structured output (response_format, structured_outputs, guided_* or grammar)"
         )
     if refused:
         return (

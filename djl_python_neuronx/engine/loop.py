@@ -120,11 +120,13 @@ class EngineLoop:
         on_orphans: Callable[[ServingError | None], None],
         on_death: Callable[[ServingError], None],
         on_progress: Callable[[str], None],
+        vocabulary: Callable[[], object],
     ) -> None:
         """`launch` starts an engine, now and after each death. `copy`: the number of this copy, for logs and metrics.
 
         `lock`: see `StreamRegistry`; `on_orphans`: see `Delivery`. `on_death` is called when no engine is started any
         more, after every request left has got the error. `on_progress` gets a line of text at each stage of a load.
+        `vocabulary`: see `Grammars`; each engine gets it before its requests.
         """
         self.state = EngineState()
         self._copy = copy
@@ -133,6 +135,7 @@ class EngineLoop:
         self._observer = observer
         self._on_death = on_death
         self._on_progress = on_progress
+        self._vocabulary = vocabulary
         self._closing = threading.Event()
         self.stage = "starting"
         """The stage of a load, for people."""
@@ -310,6 +313,7 @@ class EngineLoop:
                 facts, self.speculation = fields
                 self.load_s = time.monotonic() - self._engine.link.opened_s
                 self.spec = SPEC.validate_python(facts)
+                self._engine.link.send("vocabulary", self._vocabulary())
                 return None
             if kind == "failed":
                 error = revive(*fields)

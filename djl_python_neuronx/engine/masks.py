@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Constraint(Protocol):
-    """A rule of one sequence that excludes tokens by the output so far. Engine thread only."""
+    """A rule of one sequence that excludes tokens by the output so far. One thread at a time."""
 
     def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
         """Clear the bits of the tokens that may not follow `output_ids`. See `Masks.bits`.
@@ -24,7 +25,10 @@ class Constraint(Protocol):
 
 
 class Masks:
-    """The masks of the slots with constraints. Engine thread only."""
+    """The masks of the slots with constraints. Engine thread only.
+
+    They are made on another thread while the device runs: whoever reads them calls `wait` first.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         """Memory: num_slots * vocab_size bits, touched for slots with constraints only."""
@@ -33,6 +37,8 @@ class Masks:
         self._vocab_size = vocab_size
         self._constrained: dict[int, tuple[list[int], tuple[Constraint, ...]]] = {}
         """Slot to its output and constraints."""
+        self._thread = ThreadPoolExecutor(1, "djl-neuronx-masks")  # started by the first mask
+        self._making: list[Future[None]] = []
 
     def __bool__(self) -> bool:
         """True if some slot has constraints."""
@@ -43,18 +49,29 @@ class Masks:
     ) -> None:
         """Start a sequence with constraints, behind `output_ids`. The first of them may set all bits."""
         self._constrained[slot] = [*output_ids], (*constraints,)
-        self._make(slot)
+        self._making.append(self._thread.submit(self._make, [slot]))
 
     def release(self, slot: int) -> None:
         """End the sequence of a slot; idempotent."""
-        self._constrained.pop(slot, None)
+        if slot in self._constrained:
+            self.wait()
+            del self._constrained[slot]
 
     def note(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Make the masks that follow a step's tokens; -1 or less is none."""
+        """Begin to make the masks that follow a step's tokens; -1 or less is none."""
+        self.wait()
+        noted = []
         for slot, token_id in zip(slots, token_ids, strict=True):
             if token_id >= 0 and slot in self._constrained:
                 self._constrained[slot][0].append(token_id)
-                self._make(slot)
+                noted.append(slot)
+        if noted:
+            self._making.append(self._thread.submit(self._make, noted))
+
+    def wait(self) -> None:
+        """Wait until the masks are made."""
+        while self._making:
+            self._making.pop().result()
 
     def allowed(self, slot: int) -> BoolArray:
         """bool[V]: the mask of a slot."""
@@ -65,9 +82,10 @@ class Masks:
         )
         return bits.view(np.bool_)
 
-    def _make(self, slot: int) -> None:
-        output_ids, constraints = self._constrained[slot]
-        bits = self.bits[slot]
-        bits[:] = _ALL
-        for constraint in constraints:
-            constraint.narrow(bits, output_ids)
+    def _make(self, slots: list[int]) -> None:
+        for slot in slots:
+            output_ids, constraints = self._constrained[slot]
+            bits = self.bits[slot]
+            bits[:] = _ALL
+            for constraint in constraints:
+                constraint.narrow(bits, output_ids)

@@ -95,6 +95,7 @@ class Replicas:
                 on_orphans=partial(self._move, i),
                 on_death=self._give_up,
                 on_progress=on_progress,
+                vocabulary=self._vocabulary,
             )
             self.copies.append(Copy(new_loop, new_loop(), cores[i] if cores else ""))
 
@@ -140,6 +141,13 @@ class Replicas:
     @property
     def _loops(self) -> list[EngineLoop]:
         return [copy.loop for copy in self.copies]
+
+    def _vocabulary(self) -> tuple[list[str], list[int]]:
+        """The bytes of each token as Latin-1 text, none if that depends on others, and the ids of special ones."""
+        tokenizer = self._tokenizer()
+        count = len(tokenizer.pieces or ())
+        texts = [tokenizer.token_bytes(i).decode("latin-1") for i in range(count)]
+        return texts, [*tokenizer.special_ids]
 
     # Start and end
 

@@ -287,6 +287,9 @@ class Sampler:
         of the new token within its sequence; the draw depends on it. Without `note` masks are not used, and the history
         stays as it is: a draft is not yet a token.
         """
+        masked = note and bool(self._masks)
+        if masked:
+            self._masks.wait()
         if self._kernel is not None:
             tokens = self._kernel.sample(logits, slots, positions, note)
         else:
@@ -298,7 +301,7 @@ class Sampler:
                     tokens[i] = self._token(rows[i], slot, position, note)
                     if note and tokens[i] >= 0 and self._rules["penalises"][slot]:
                         self._count(slot, tokens[i])
-        if note and self._masks:
+        if masked:
             self._masks.note(slots.tolist(), tokens.tolist())
         return tokens
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import replace
 
 from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.grammars import Grammar
 from djl_python_neuronx.engine.limits import longest_prompt, sampled_on_host
 from djl_python_neuronx.types import EngineRequest, FinishReason
 
@@ -15,8 +16,11 @@ from djl_python_neuronx.types import EngineRequest, FinishReason
 class Sequence:
     """The tokens of one request and its state; owned by the engine thread."""
 
-    def __init__(self, request: EngineRequest, spec: ModelSpec) -> None:
+    def __init__(
+        self, request: EngineRequest, spec: ModelSpec, grammar: Grammar | None = None
+    ) -> None:
         self.request = request
+        self.grammar = grammar
         self.on_host = sampled_on_host(request, spec)
         """The host samples its tokens from logits, not the device: all of them, so that its history is complete."""
         self.output_ids: list[int] = [*request.given_ids]
@@ -43,8 +47,9 @@ class Sequence:
         # On the host too: logprobs must not change what a request's tokens are drawn from.
         self.sampling = replace(sampling, top_k=sampling.top_k or spec.default_top_k or 0)
         self.arrived_s = time.monotonic()
-        eos_ids: frozenset[int] = frozenset() if request.ignore_eos else spec.eos_ids
-        self.stop_ids = request.stop_token_ids | eos_ids
+        # A text ends with its grammar even if it ignores eos.
+        ends = grammar is not None or not request.ignore_eos
+        self.stop_ids = request.stop_token_ids | (spec.eos_ids if ends else frozenset())
         fits = spec.max_model_len - len(request.prompt_ids)
         self.max_new_tokens = fits if wanted is None else min(wanted, fits)
 

@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from djl_python_neuronx.engine.core import Call, Engine, StepResult
+from djl_python_neuronx.engine.grammars import Grammars
 from djl_python_neuronx.engine.link import (
     REQUEST,
     SPEC,
@@ -27,8 +29,10 @@ from djl_python_neuronx.errors import (
     BackendUnavailableError,
     ServingError,
     StepError,
+    UnsupportedParameterError,
     load_failure,
 )
+from djl_python_neuronx.types import EngineRequest, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +132,8 @@ class _Worker:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: EngineState | None = EngineState()
         self._expired_s = time.monotonic()
+        self._grammars: Grammars
+        """Set before the first request comes."""
         for runner in engine.runners:
             runner.on_first_call = partial(link.send, "first_call")
 
@@ -163,12 +169,28 @@ class _Worker:
             while (message := self._link.receive()) is not None:
                 kind, argument = message
                 if kind == "add":
-                    request = REQUEST.validate_python(argument)
-                    self._commands.put(partial(self._engine.add, request))
+                    self._add(REQUEST.validate_python(argument))
+                elif kind == "vocabulary":
+                    tokens, special_ids = argument
+                    # Without the library the front refuses grammars.
+                    with suppress(UnsupportedParameterError):
+                        self._grammars = Grammars(tokens, special_ids, self._engine.spec)
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:
             self._commands.put(None)
+
+    def _add(self, request: EngineRequest) -> None:
+        """Give the engine a request, with its grammar: it is compiled here, so that no step waits for it."""
+        grammar = None
+        if request.grammar is not None:
+            try:
+                grammar = self._grammars.new(request)
+            except ServingError as error:
+                failed = TokenOutput(request.request_id, (), FinishReason.ERROR, error)
+                self._link.send_step(lambda: (StepResult([failed]), self._state()))
+                return
+        self._commands.put(partial(self._engine.add, request, grammar))
 
     def _send(self, call: Call | None) -> None:
         """Send the result of the last call. It is made while the device runs the next one, which nothing delays."""

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from djl_python_neuronx.errors import (
     ArtifactError,
     BackendUnavailableError,
     QueueFullError,
+    RequestError,
     ServingError,
     TextLimitError,
 )
@@ -40,11 +42,17 @@ LOAD_S = 600.0
 """Most time of a load. Those of old files, which the library converts, take minutes."""
 DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
+GRAMMAR_S = 2.0
+"""Most time to check a grammar. Those that the library's own limits allow take at most 0.5 s (2 vCPU, 2026-11)."""
+MOST_VERDICTS = 64
+"""Grammars of which the verdict is kept. Each may have `grammar.MOST_CHARS` characters."""
 SLOW_S = 0.1
 """Time after which a call is slow, if its worker has computed for half of it: others may have the cores."""
 MOST_SLOW = 8
 """Slow calls of a model at once. One more is ended: ordinary ones wait for no slow one."""
 IDLE_WORKERS = 4
+
+_WORDS = {"encode_chat": "chat template", "decode": "decoder", "grammar": "grammar compiler"}
 
 
 class TokenizerProcess(TokenTable):
@@ -70,6 +78,7 @@ class TokenizerProcess(TokenTable):
         self._idle = deque[Process](maxlen=IDLE_WORKERS)
         self._closed = False
         self._slow = threading.Semaphore(MOST_SLOW)
+        self._verdict = lru_cache(MOST_VERDICTS)(self._judge)
         self._forking = threading.Lock()
         """Held during a fork or a load. A call waits for it no longer than for a text."""
         special, special_ids, eos_id, pieces = self._load()
@@ -105,6 +114,25 @@ class TokenizerProcess(TokenTable):
         text: str = self._call(limit_s, "decode", [*map(int, ids)], (skip, spaces))
         return text
 
+    def grammar(self, kind: str, text: str) -> str:
+        """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`.
+
+        The verdicts on the last grammars are kept, so that clients that send one with each request wait once.
+        """
+        made = self._verdict(kind, text)
+        if isinstance(made, RequestError):
+            raise type(made)(str(made))
+        return made
+
+    def _judge(self, kind: str, text: str) -> str | RequestError:
+        try:
+            made: str = self._call(min(self._timeout_s, GRAMMAR_S), "grammar", (kind, text), None)
+        except (TextLimitError, QueueFullError):
+            raise
+        except RequestError as error:
+            return error
+        return made
+
     def close(self) -> None:
         """See `Tokenizer`. Waits for nothing: loads and calls that run end with an error."""
         self._closed = True
@@ -136,7 +164,7 @@ class TokenizerProcess(TokenTable):
             raise ArtifactError(msg) from None
 
     def _call(self, limit_s: float, kind: str, given: Any, how: Any) -> Any:  # noqa: ANN401
-        what = {"encode_chat": "chat template", "decode": "decoder"}.get(kind, "tokenizer")
+        what = _WORDS.get(kind, "tokenizer")
         worker = self._take()
         begun_s = time.monotonic()
         try:

@@ -59,6 +59,7 @@ def main() -> None:
         with suppress(ImportError):  # the error of the load names the package
             import_transformers(needs_torch=False)
             import jinja2.sandbox  # noqa: F401
+            import llguidance  # noqa: F401
         front.send_bytes(b"[null]")
         _fork_each(front, _load_and_fork, "(a loader)")
 
@@ -170,6 +171,8 @@ def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any
     if kind == "decode":
         skip, spaces = how
         made = tokenizer.decode(given, skip=skip, spaces=spaces)
+    elif kind == "grammar":
+        made = tokenizer.grammar(*given)
     elif kind == "encode":
         made = tokenizer.encode(given, special=how)
     else:

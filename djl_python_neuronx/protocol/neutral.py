@@ -16,11 +16,10 @@ import orjson
 _FIELDS = """
 [] | adapter_id allowed_token_ids audio bad_words_ids begin_suppress_tokens bootstrap_host bootstrap_port
 [] | bootstrap_room chat_template constraints custom_logit_processor data_parallel_rank
-[] | disagg_prefill_dp_rank ebnf extra_key force_words_ids grammar guided_choice guided_decoding
-[] | guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern input_ids json_schema
+[] | disagg_prefill_dp_rank ebnf extra_key force_words_ids guided_decoding input_ids json_schema
 [] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction
 [] | prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank sequence_bias
-[] | stop_regex structural_tag structured_outputs suppress_tokens task verbosity watermarking_config
+[] | stop_regex suppress_tokens task verbosity watermarking_config
 [] | web_search_options
 [false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
 [false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
@@ -42,14 +41,13 @@ _FIELDS = """
 ["none"] | function_call
 ["none", "auto"] | tool_choice
 [["text"]] | modalities
-[{"type": "text"}] | response_format
 """
 """Values, in JSON, and the fields that are accepted with them beside null. There are no tools to choose from."""
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 """Field to the one beside it that switches it off with "none"."""
 _NO_EFFECT = (
-    "custom_labels metadata parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention "
-    "request_id rid safety_identifier service_tier session_id store tool_prompt user"
+    "custom_labels guided_decoding_backend metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention request_id rid safety_identifier service_tier session_id store tool_prompt user"
 )
 NEUTRAL: Mapping[str, Sequence[object]] = {
     name: orjson.loads(values)

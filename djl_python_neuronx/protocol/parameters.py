@@ -33,6 +33,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol.base import ParseContext
 from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT, has_no_effect
+from djl_python_neuronx.protocol.structured_output import grammar_of
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 
@@ -99,6 +100,7 @@ TokenIds = Annotated[
         description=f"a token id (0 or more) or a list of at most {MAX_STOP_TOKEN_IDS} of them",
     ),
 ]
+MaybeObject = Annotated[Union[dict[str, Any], None], Field(description="an object")]
 Absent = Annotated[Any, BeforeValidator(_refuse), WithJsonSchema({"type": "null"})]
 """A field that is not supported and must not get lost: null, false or empty."""
 # The values themselves are validated by `SamplingParams`.
@@ -189,6 +191,15 @@ class GenerationParameters(RequestModel):
     """Of a prompt that is text."""
     skip_special_tokens: Flag = True
     spaces_between_special_tokens: Flag = False
+    response_format: MaybeObject = None
+    grammar: MaybeObject = None
+    structured_outputs: MaybeObject = None
+    guided_json: Union[dict[str, Any], str, None] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structural_tag: Union[dict[str, Any], str, None] = None
     typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1")] = 1.0
     """Only 1 where tokens are sampled."""
 
@@ -211,6 +222,7 @@ class GenerationParameters(RequestModel):
 
         Raises:
             UnsupportedParameterError: the stop strings are too many, or `typical_p` would have an effect.
+            RequestError: see `grammar_of`.
         """
         if self.typical_p != 1 and sampling.temperature > 0:
             msg = "parameter 'typical_p' is not supported where tokens are sampled; leave it out"
@@ -226,6 +238,7 @@ class GenerationParameters(RequestModel):
             stop_strings=tuple(dict.fromkeys(self.stop)),
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
+            grammar=grammar_of(self, context.tokenizer),
             max_seconds=self.max_time,
             cache_salt=self.cache_salt,
             skips_special=self.skip_special_tokens,

@@ -10,6 +10,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from djl_python_neuronx.artifacts.tokenizer import _no_panic
+from djl_python_neuronx.grammar import checked
 from djl_python_neuronx.types import RENDERING, Rendering, Tokenizer
 
 
@@ -63,6 +64,10 @@ class ToyTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The text of an id; of 2 the special token's own."""
         return b"<eos>" if token_id == 2 else self.decode([token_id]).encode()
+
+    def grammar(self, kind: str, text: str) -> str:
+        """The form of a grammar that the engine takes."""
+        return checked(kind, text)
 
     def close(self) -> None:
         """Do nothing."""

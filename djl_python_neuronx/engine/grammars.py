@@ -1,0 +1,106 @@
+"""Grammars in the engine: each is compiled once for the model's vocabulary, and narrows the masks of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.engine.masks import UInt32Array
+from djl_python_neuronx.errors import ServingError, StepError
+from djl_python_neuronx.grammar import matcher, reason, vocabulary
+from djl_python_neuronx.types import EngineRequest
+
+MOST_COMPILED = 32
+"""Compiled grammars that are kept."""
+
+
+class Grammar:
+    """The grammar of one sequence, as a `Constraint`: the first of its sequence, because it writes all bits."""
+
+    def __init__(
+        self,
+        compiled: Any,  # noqa: ANN401
+        end_ids: frozenset[int],
+        eos_ids: frozenset[int],
+        end_id: int,
+    ) -> None:
+        """`end_ids` may end the text wherever the grammar does, `eos_ids` where nothing else may follow.
+
+        `end_id`: the one that `compiled` ends with.
+        """
+        self._matcher, self._end_ids, self._eos_ids = compiled, end_ids, eos_ids
+        self._replaced_ids = end_ids | eos_ids | {end_id}
+        self._num_read = 0
+
+    @property
+    def error(self) -> ServingError | None:
+        """The error of a grammar that has exceeded the library's limits: its mask is empty then."""
+        if not self._matcher.is_error():
+            return None
+        return StepError(
+            f"the grammar exceeds its limits at this place of the text: {reason(self._matcher)}; simplify it"
+        )
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        """See `Constraint`."""
+        new, self._num_read = output_ids[self._num_read :], len(output_ids)
+        if new and new[-1] in self._end_ids | self._eos_ids:
+            return  # the sequence has ended
+        self._matcher.consume_tokens(new)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            bits[:] = 0
+            return
+        _set(bits, self._replaced_ids, False)
+        if self._matcher.is_accepting():
+            _set(bits, self._end_ids, True)
+            if not bits.any():
+                _set(bits, self._eos_ids, True)
+
+
+def _set(bits: UInt32Array, token_ids: frozenset[int], value: bool) -> None:
+    for token_id in token_ids:
+        bit = np.uint32(1 << token_id % 32)
+        if value:
+            bits[token_id // 32] |= bit
+        else:
+            bits[token_id // 32] &= ~bit
+
+
+class Grammars:
+    """Compiles the grammars of an engine. For its receiving thread: it takes up to half a second."""
+
+    def __init__(self, tokens: Sequence[str], special_ids: Sequence[int], spec: ModelSpec) -> None:
+        """`tokens`: bytes of each id as Latin-1 text; see `vocabulary`."""
+        self._count = count = spec.vocab_size
+        self._eos_ids = frozenset(one for one in spec.eos_ids if one < count)
+        texts = [token.encode("latin-1") for token in tokens[:count]]
+        texts += [b""] * (count - len(texts))
+        special = {*self._eos_ids, *(one for one in special_ids if one < count)}
+        self._end_id = min(self._eos_ids or special, default=0)
+        self._tokens = vocabulary(texts, [*special, self._end_id], self._end_id)
+        self._compiled = lru_cache(MOST_COMPILED)(self._compile)
+
+    def new(self, request: EngineRequest) -> Grammar:
+        """The grammar of a request that has one, at its beginning.
+
+        Raises:
+            ServingError: it cannot be compiled for this vocabulary.
+        """
+        assert request.grammar is not None  # noqa: S101  (narrowing for mypy: it has one)
+        compiled = self._compiled(request.grammar).deep_copy()
+        end_ids = frozenset(one for one in request.stop_token_ids if one < self._count)
+        if not request.ignore_eos:
+            end_ids |= self._eos_ids
+        return Grammar(compiled, end_ids, self._eos_ids, self._end_id)
+
+    def _compile(self, grammar: str) -> Any:  # noqa: ANN401
+        compiled = matcher(grammar, self._tokens)
+        if compiled.is_error():
+            msg = f"the grammar cannot be compiled for this model's vocabulary: {reason(compiled)}; simplify it"
+            raise StepError(msg)
+        return compiled

@@ -1,0 +1,231 @@
+"""Grammars of structured output, by llguidance: from what a request asks for to masks of tokens.
+
+The front has a grammar checked in a process that can be ended (`Tokenizer.grammar`); the engine gets the form that this
+returns, a grammar in llguidance's Lark syntax, and compiles it for the model's vocabulary (`engine/grammars.py`). Both
+have the same limits. Source: llguidance 1.9, docs/syntax.md and docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, json_type
+
+MOST_CHARS = 2**18
+"""Longest grammar of a request."""
+MOST_NESTED = 100
+"""Levels of a JSON schema."""
+_WHITESPACE = "[ ]"
+"""Where JSON allows whitespace: at most one space, so that a model can neither indent without end nor write 1 MB."""
+_HEADER = '%llguidance {"no_forcing": true}\n'
+"""The model chooses how it divides forced text into tokens."""
+_PROBED_BYTES = 128
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+
+
+@cache
+def _library() -> Any:  # noqa: ANN401
+    """The module; imported by the first request with a grammar."""
+    try:
+        import llguidance
+    except ImportError as error:
+        msg = f"needs llguidance ({error}); expected it installed. Run `pip install 'llguidance>=1.9'`"
+        raise UnsupportedParameterError(msg) from error
+    return llguidance
+
+
+class _Vocabulary:
+    """llguidance's interface of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: Sequence[bytes], special_ids: Sequence[int], end_id: int | None
+    ) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_ids, end_id
+        self.compiled = _library().LLTokenizer(self)
+        self.tokens = ()  # the library has copied them
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of forced text, where a grammar overrides `_HEADER`."""
+        text = text if isinstance(text, str) else text.decode()
+        ids: list[int] = self.compiled.greedy_tokenize(text)
+        return ids
+
+
+def vocabulary(
+    tokens: Sequence[bytes], special_ids: Sequence[int] = (), end_id: int | None = None
+) -> Any:  # noqa: ANN401
+    """The library's tables of a vocabulary. 128,256 tokens take 75 MB, and 0.25 s with the GIL (2 vCPU, 2026-11).
+
+    `tokens`: UTF-8 bytes of each id, b"" for one that never follows; those of `special_ids` follow where a grammar
+    names them alone. `end_id`: the token that ends a text; None adds one.
+    """
+    return _Vocabulary(tokens, special_ids, end_id).compiled
+
+
+@cache
+def _bytes() -> Any:  # noqa: ANN401
+    """The vocabulary of all bytes: a grammar compiles with it as with any other, in a millisecond."""
+    return vocabulary([bytes([i]) for i in range(256)])
+
+
+def matcher(grammar: str, tokens: Any) -> Any:  # noqa: ANN401
+    """Compile a grammar for a vocabulary. The library's object; `is_error` where it could not. Releases the GIL."""
+    library = _library()
+    # The library's own limits of size and work; its errors without parts of the output.
+    limits = library.LLParserLimits(verbose_errors=False)
+    return library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
+
+
+def checked(kind: str, text: str) -> str:
+    """The engine's form of a grammar. `kind`: one of `KINDS`; `text`: JSON of `[value, whitespace]`.
+
+    `whitespace`: a regex for the places where JSON allows some, "" for none; None: at most one space.
+
+    Raises:
+        RequestError: it is none, or the library cannot enforce it within its limits; the message names the keyword.
+    """
+    write, *types = KINDS[kind]
+    value, whitespace = json.loads(text)
+    if not isinstance(value, tuple(types)) or value in ("", [], False):
+        words = {str: "a string", dict: "an object", list: "a list of strings", bool: "true"}
+        msg = (
+            f"is {json_type(value)}; expected {' or '.join(words[one] for one in types)}, not empty"
+        )
+        raise RequestError(msg)
+    try:
+        grammar: str = _HEADER + write(value, whitespace)
+    except (RequestError, MemoryError):
+        raise
+    except Exception as error:
+        msg = f"is no {kind} that can be read ({type(error).__name__}: {str(error)[:200]}); correct it"
+        raise RequestError(msg) from error
+    _probe(grammar)
+    return grammar
+
+
+def reason(compiled: Any) -> str:  # noqa: ANN401
+    """The reason that a matcher has failed, in one line."""
+    line: str = _PLACE.sub("", compiled.get_error().partition("\n")[0])
+    if line.startswith("NoExtension"):
+        return "no text fulfils it"
+    line = line.removeprefix("failed to compile JSON schema: ").partition(" Enable ")[0]
+    return f"$ref: {line}"[:300] if line.startswith("Resource ") else line[:300]
+
+
+def _probe(grammar: str) -> None:
+    """Compile a grammar, and go along one of its texts: some exceed the library's limits at their first letter only."""
+    compiled = matcher(grammar, _bytes())
+    for turn in range(_PROBED_BYTES):
+        if compiled.is_error() or compiled.is_stopped():
+            break
+        mask = compiled.compute_bitmask()
+        ids = [i for i in range(256) if mask[i // 8] >> i % 8 & 1]
+        if not ids or compiled.is_error():
+            break
+        compiled.consume_token(ids[turn * 7919 % len(ids)])
+    if compiled.is_error():
+        msg = f"cannot be enforced: {reason(compiled)}; change or simplify it"
+        raise UnsupportedParameterError(msg)
+
+
+def _json(value: Any, whitespace: str | None) -> str:  # noqa: ANN401
+    schema = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(schema, dict):
+        msg = f"has the schema {json_type(schema)}; expected an object"
+        raise RequestError(msg)
+    return f"start: %json {json.dumps(_schema(schema, whitespace))}"
+
+
+def _schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
+    """The schema with the library's options. Those of the client could make it ignore keywords."""
+    if "x-guidance" in schema:
+        msg = "has x-guidance, the library's options; leave them out"
+        raise RequestError(msg)
+    pattern = _WHITESPACE if whitespace is None else whitespace
+    flexible = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    read: dict[str, Any] = _read(schema, MOST_NESTED)
+    return {**read, "x-guidance": flexible}
+
+
+def _read(schema: Any, levels: int) -> Any:  # noqa: ANN401
+    """A part of a schema, as the library reads it."""
+    if levels == 0:
+        msg = f"has a schema of more than {MOST_NESTED} levels; use fewer, or $ref"
+        raise RequestError(msg)
+    if isinstance(schema, list):
+        return [_read(one, levels - 1) for one in schema]
+    if isinstance(schema, dict):
+        least = schema.get("minProperties")
+        if isinstance(least, (int, float)) and least > 1:
+            # The library counts a key that comes twice twice, as in {"a": 1, "a": 2}.
+            msg = f"cannot be enforced: minProperties is {least}; expected at most 1. List keys in required"
+            raise UnsupportedParameterError(msg)
+        return {name: _read(one, levels - 1) for name, one in schema.items()}
+    # 2.0 is an integer in JSON schemas, and not in the library.
+    return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
+
+
+def _json_object(_value: bool, whitespace: str | None) -> str:
+    return _json({"type": "object"}, whitespace)
+
+
+def _regex(value: str, _whitespace: str | None) -> str:
+    if (len(value) - len(value.rstrip("\\"))) % 2:
+        msg = "ends with a backslash; expected a regex"
+        raise RequestError(msg)
+    # With ASCII's \d, \w and \s, as most engines of vLLM.
+    pattern = _library().regex_to_lark(value, "dws")
+    return f"start: /{pattern}/".replace("\n", "\\n")
+
+
+def _choice(value: list[str], _whitespace: str | None) -> str:
+    if not all(isinstance(one, str) for one in value):
+        msg = "has other values than strings; expected a list of strings"
+        raise RequestError(msg)
+    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+
+
+def _ebnf(value: str, _whitespace: str | None) -> str:
+    _library()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    grammar: str = any_to_lark(value)
+    return grammar
+
+
+def _structural_tag(value: Any, whitespace: str | None) -> str:  # noqa: ANN401
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, dict) or not {"structures", "triggers"} <= found.keys():
+        msg = 'has another form than {"structures": [{"begin", "schema", "end"}], "triggers": […]}; expected this one'
+        raise UnsupportedParameterError(msg)
+    tag = _library().StructTag
+    tags = [
+        tag(
+            trigger=next(one for one in found["triggers"] if begin.startswith(one)),
+            begin=begin,
+            grammar=_schema(structure["schema"], whitespace),
+            end=structure["end"],
+        )
+        for structure in found["structures"]
+        for begin in [structure["begin"]]
+    ]
+    grammar: str = tag.to_grammar(tags, assume_special=False)
+    return grammar
+
+
+KINDS: Mapping[str, tuple[Any, ...]] = {
+    "json": (_json, dict, str),
+    "json_object": (_json_object, bool),
+    "regex": (_regex, str),
+    "choice": (_choice, list),
+    "grammar": (_ebnf, str),
+    "structural_tag": (_structural_tag, dict, str),
+}
+"""Kinds of grammars by vLLM's names, each with the function that writes it, and the types of its value."""
