@@ -10,7 +10,7 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.masks import UInt32Array
-from djl_python_neuronx.errors import ServingError, StepError
+from djl_python_neuronx.errors import RequestError, ServingError
 from djl_python_neuronx.grammar import matcher, reason, vocabulary
 from djl_python_neuronx.types import EngineRequest
 
@@ -41,9 +41,8 @@ class Grammar:
         """The error of a grammar that has exceeded the library's limits: its mask is empty then."""
         if not self._matcher.is_error():
             return None
-        return StepError(
-            f"the grammar exceeds its limits at this place of the text: {reason(self._matcher)}; simplify it"
-        )
+        msg = f"the grammar exceeds its limits at this place of the text: {reason(self._matcher)}; simplify it"
+        return RequestError(msg)
 
     def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
         """See `Constraint`."""
@@ -100,7 +99,8 @@ class Grammars:
 
     def _compile(self, grammar: str) -> Any:  # noqa: ANN401
         compiled = matcher(grammar, self._tokens)
+        compiled.compute_bitmask()
         if compiled.is_error():
-            msg = f"the grammar cannot be compiled for this model's vocabulary: {reason(compiled)}; simplify it"
-            raise StepError(msg)
+            msg = f"the grammar cannot be fulfilled by this model's tokens: {reason(compiled)}; change it"
+            raise RequestError(msg)
         return compiled

@@ -139,8 +139,10 @@ class Parts:
             self.engine.send("ready", SPEC.dump_python(self.spec, mode="json"), None)
 
     def receive(self, kind: str) -> Any:
-        """The next message, which must be of a kind."""
+        """The next message, which must be of a kind. The vocabulary, which each engine gets first, is left out."""
         message = self.engine.receive()
+        if message is not None and message[0] == "vocabulary":
+            message = self.engine.receive()
         assert message is not None
         assert message[0] == kind
         return message[1]

@@ -114,6 +114,7 @@ def test_every_parameter_arrives() -> None:
         truncation_side="right",
         add_special_tokens=False,
         truncate=2,
+        guided_choice=["yes", "no"],
     ).request
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
@@ -131,6 +132,8 @@ def test_every_parameter_arrives() -> None:
     assert request.cache_salt == "mine"
     assert request.logprobs
     assert (request.skips_special, request.spaces_special) == (False, True)
+    assert request.grammar is not None
+    assert '"yes" | "no"' in request.grammar
 
 
 @pytest.mark.parametrize(

@@ -381,8 +381,8 @@ def test_unknown_fields_are_ignored_and_logged_once_if_an_option_says_so(
                 parse({**generate, **known}, options=options, path=path)
     names = [record.args[0] for record in caplog.records if "parameter_ignored" in record.msg]
     assert sorted(map(len, names)) == [len("'colour'"), len("'nested_colour'"), 100]
-    with pytest.raises(UnsupportedParameterError, match="'guided_json' is not supported"):
-        parse(chat(guided_json={"type": "object"}), options=options)
+    with pytest.raises(UnsupportedParameterError, match="'tools' is not supported"):
+        parse(chat(tools=[{"type": "function"}]), options=options)
     with pytest.raises(RequestError, match=r"messages\[0\]\.role"):
         parse(chat({"role": "bot", "content": "Hi"}), options=options)
 
