@@ -32,7 +32,7 @@ PERSON = {
     "properties": {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "ab", "é\"\\"]}, "maxItems": 3},
+        "tags": {"type": "array", "items": {"enum": ["a", "ab", 'é"\\']}, "maxItems": 3},
         "home": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
     },
     "required": ["name", "age"],
@@ -42,7 +42,11 @@ PERSON = {
 BOUNDED: list[dict[str, Any]] = [
     PERSON,
     {"type": "string", "pattern": "^[a-c]{2,5}-[0-9]{3}$"},
-    {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": [1, "x", None]}], "items": False},
+    {
+        "type": "array",
+        "prefixItems": [{"type": "boolean"}, {"enum": [1, "x", None]}],
+        "items": False,
+    },
     {"oneOf": [{"const": "yes"}, {"type": "integer", "minimum": -5, "exclusiveMaximum": 5}]},
     {"type": "string", "format": "date"},
 ]
@@ -96,7 +100,10 @@ def test_sampled_texts_fulfil_bounded_schemas(spec: ModelSpec) -> None:
         asked: dict[str, Any] = {"guided_json": schema}
         judge = fulfils(schema)
         if i % 7 == 5:
-            asked, judge = {"guided_regex": PATTERN}, lambda text: bool(re.fullmatch(PATTERN, text, re.A))
+            asked, judge = (
+                {"guided_regex": PATTERN},
+                lambda text: bool(re.fullmatch(PATTERN, text, re.A)),
+            )
         wanted.append(judge)
         requests.append({**SAMPLED, "seed": i, "top_p": 0.9 if i % 3 else 1, **asked})
     free = [{**SAMPLED, "seed": i, "max_new_tokens": 30} for i in range(20)]

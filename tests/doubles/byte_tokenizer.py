@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.doubles.toy_tokenizer import ToyTokenizer
 
 _PIECES = (
-    "true false null the and of to {\" \": \", \", [\" \"] \"} }, ], : , 12 07 -1 .5 e+ \\\\ \\\" \\n ab abc cab aa ba "
+    'true false null the and of to {" ": ", ", [" "] "} }, ], : , 12 07 -1 .5 e+ \\\\ \\" \\n ab abc cab aa ba '
     "an id name é ß 日"
 )
 
