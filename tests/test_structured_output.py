@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="judges the texts")
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.engine.speculation import NgramProposer  # noqa: E402
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
-from djl_python_neuronx.errors import ServingError, UnsupportedParameterError  # noqa: E402
+from djl_python_neuronx.errors import ServingError  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.types import FinishReason  # noqa: E402
 from tests.doubles.byte_tokenizer import ByteTokenizer  # noqa: E402

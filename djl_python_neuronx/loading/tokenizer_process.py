@@ -16,10 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ class TokenizerProcess(TokenTable):
         self._idle = deque[Process](maxlen=IDLE_WORKERS)
         self._closed = False
         self._slow = threading.Semaphore(MOST_SLOW)
-        self._verdict = lru_cache(MOST_VERDICTS)(self._judge)
+        self._verdicts = OrderedDict[tuple[str, str], tuple[type[RequestError] | None, str]]()
         self._forking = threading.Lock()
         """Held during a fork or a load. A call waits for it no longer than for a text."""
         special, special_ids, eos_id, pieces = self._load()
@@ -119,19 +118,25 @@ class TokenizerProcess(TokenTable):
 
         The verdicts on the last grammars are kept, so that clients that send one with each request wait once.
         """
-        made = self._verdict(kind, text)
-        if isinstance(made, RequestError):
-            raise type(made)(str(made))
+        key = kind, text
+        verdict = self._verdicts.pop(key, None) or self._judge(*key)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MOST_VERDICTS:
+            self._verdicts.popitem(last=False)
+        refusal, made = verdict
+        if refusal is not None:
+            raise refusal(made)
         return made
 
-    def _judge(self, kind: str, text: str) -> str | RequestError:
+    def _judge(self, kind: str, text: str) -> tuple[type[RequestError] | None, str]:
+        """The engine's form of a grammar; or the error that it is refused by, and its message."""
         try:
-            made: str = self._call(min(self._timeout_s, GRAMMAR_S), "grammar", (kind, text), None)
+            limit_s = min(self._timeout_s, GRAMMAR_S)
+            return None, self._call(limit_s, "grammar", (kind, text), None)
         except (TextLimitError, QueueFullError):
             raise
         except RequestError as error:
-            return error
-        return made
+            return type(error), str(error)
 
     def close(self) -> None:
         """See `Tokenizer`. Waits for nothing: loads and calls that run end with an error."""
