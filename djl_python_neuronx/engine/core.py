@@ -424,7 +424,7 @@ class Engine:
                     TokenOutput(sequence.request_id, (), None, None, values, top, scored=scored)
                 )
             else:
-                outputs.append(self._fail(sequence, _missing(NO_TOKEN)))
+                outputs.append(self._fail(sequence, _missing(NO_TOKEN, None)))
         return outputs
 
     def _end(self, sequence: Sequence, *, acquired: bool = True) -> None:

@@ -62,12 +62,10 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
         raise PromptTooLongError(msg)
     _check_vocabulary(request, spec.vocab_size)
     _check_given(request, spec)
+    _check_grammar(request, spec)
     if request.max_new_tokens is not None and request.max_new_tokens < (0 if scores else 1):
         msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
         raise RequestError(msg)
-    if request.grammar is not None and not (spec.eos_ids or request.stop_token_ids):
-        msg = "the model has no end of text, with which a grammar could end; send stop_token_ids"
-        raise UnsupportedParameterError(msg, "stop_token_ids")
     if not 0 <= request.adapter < len(spec.adapters):
         msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
         raise UnsupportedParameterError(msg)
@@ -108,6 +106,13 @@ def _check_given(request: EngineRequest, spec: ModelSpec) -> None:
             f"are to generate, with ids below {spec.vocab_size}"
         )
         raise RequestError(msg)
+
+
+def _check_grammar(request: EngineRequest, spec: ModelSpec) -> None:
+    """Refuse a grammar whose text no token can end."""
+    if request.grammar is not None and not (spec.eos_ids or request.stop_token_ids):
+        msg = "the model has no end of text, with which a grammar could end; send stop_token_ids"
+        raise UnsupportedParameterError(msg, "stop_token_ids")
 
 
 def sampling_facts(spec: ModelSpec) -> dict[str, object]:
