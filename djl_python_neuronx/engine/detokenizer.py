@@ -110,8 +110,7 @@ class TextStream:
             return self._score(output, output.scored)
         reason = output.finish_reason
         ids = output.token_ids
-        scores: Sequence[float | None] = output.logprobs or [None] * len(ids)
-        top = output.top
+        scores, top = output.logprobs, output.top
         tokens: list[Token] = []
         text, stopped = "", False
         last = len(ids) - 1 if reason is not None else -1
@@ -124,8 +123,9 @@ class TextStream:
                 shown, stopped = self._show(shown, ends=i == last)
             if ends and hidden and self._request.include_stop:
                 shown += self.stop_tokens.get(token_id, "")
+            score = scores[i] if scores is not None else None
             others = self._named(top[i]) if top else ()
-            tokens.append(Token(token_id, shown, scores[i], special, others))
+            tokens.append(Token(token_id, shown, score, special, others))
             text += shown
             if stopped:
                 break
@@ -291,10 +291,11 @@ class _TableDetokenizer:
         return text
 
     def _piece(self, token_id: int) -> bytes:
-        if token_id in self._named:
-            return self._tokenizer.token_bytes(token_id)
         # Models are often padded beyond their tokenizer's vocabulary.
-        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+        piece = self._pieces[token_id] if token_id < len(self._pieces) else b""
+        if not piece and token_id in self._named:
+            return self._tokenizer.token_bytes(token_id)
+        return piece
 
     def _first(self, token_id: int, piece: bytes) -> bytes:
         """The bytes of a token at the very start of a text, where many decoders drop its space."""

@@ -129,6 +129,8 @@ class Shape(ABC):
 
     ranks = True
     """True if several sequences are ordered by their log-probabilities."""
+    groups: Sequence[Sequence[Answer]] = ()
+    """The sequences of each prompt; the formatter sets it."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
@@ -164,6 +166,7 @@ class AnswerFormatter:
         """`groups`: the sequences of each prompt; `stream`: see `FRAMES`; `listed`: the whole is a list of answers."""
         self.content_type, self._prefix, self._suffix = FRAMES[stream]
         self._shape, self._streams, self._listed = shape, stream is not None, listed
+        shape.groups = groups
         self._answers = {one.request.request_id: (one, group) for group in groups for one in group}
         self._bodies = dict.fromkeys([group[0] for group in groups], b"")
 

@@ -74,7 +74,7 @@ class PlainProtocol(WireProtocol):
 
 
 class PlainShape(Shape):
-    """The texts of the sequences, each with the prompt; a stream repeats the whole text so far."""
+    """The texts of all sequences, each with the prompt; a stream repeats the whole texts so far."""
 
     ranks = False
 
@@ -82,9 +82,9 @@ class PlainShape(Shape):
         """See `Shape`."""
         return {"text": [answer.text for answer in answers]}
 
-    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
+    def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:  # noqa: ARG002
         """See `Shape`."""
         if isinstance(event, TextEvent):
-            parts.append(self.whole([answer]))
+            parts.append(self.whole(self.groups[0]))
         elif isinstance(event, EndEvent) and event.error is not None:
             parts[:] = [self.error(event.error)]

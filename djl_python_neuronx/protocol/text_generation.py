@@ -243,7 +243,7 @@ def parsed_request(
         RequestError: a parameter or a prompt is not allowed.
     """
     sampling, number = given.sampling, given.num_sequences
-    _check_number(given, sampling, stream)
+    _check_number(given, sampling, stream, shape)
     given.stop = given.stop + given.stop_sequences
     given.ignore_eos = given.ignore_eos or given.ignore_eos_token
     keeps_tokens = given.details or (number > 1 and shape.ranks)
@@ -281,12 +281,14 @@ def parsed_request(
     return ParsedRequest(requests, formatter, stream=stream is not None)
 
 
-def _check_number(given: Parameters, sampling: SamplingParams, stream: str | None) -> None:
+def _check_number(
+    given: Parameters, sampling: SamplingParams, stream: str | None, shape: Shape
+) -> None:
     if given.num_sequences > given.best_of and "best_of" in given.model_fields_set:
         msg = f"best_of is {given.best_of}; expected at least n, which is {given.n}"
         raise RequestError(msg, param="best_of")
     name = "n" if given.n > 1 else "best_of"
-    if stream and given.num_sequences > 1:
+    if stream and given.num_sequences > 1 and shape.ranks:
         msg = "n and best_of above 1 are not answered by a stream; leave them out"
         raise UnsupportedParameterError(msg, param=name)
     if stream and given.decoder_input_details:

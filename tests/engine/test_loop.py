@@ -283,6 +283,20 @@ def test_a_request_that_has_no_slot_at_its_deadline_gets_an_error() -> None:
         assert_idle(loop, backend)
 
 
+def test_a_prompt_that_is_not_scored_whole_at_its_deadline_gets_an_error() -> None:
+    backend = ToyBackend(LONG)
+    backend.hang_at = {3}
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5] * 8, 0, scores_prompt=0, max_seconds=1.0), inbox)
+        deltas = collect(inbox, "a")["a"]
+        assert [token.id for delta in deltas for token in delta.prompt] == [5] * 3
+        assert isinstance(deltas[-1].error, RequestTimeoutError)
+        assert "not all scores of its prompt within its 1 s" in str(deltas[-1].error)
+        backend.resume.set()
+        assert_idle(loop, backend)
+
+
 def test_at_the_deadline_of_a_group_what_waits_ends_like_what_runs() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
     with running(backend) as loop:

@@ -256,6 +256,8 @@ def test_a_plain_stream_repeats_the_text() -> None:
     parsed = plain(stream=True)
     assert parsed.formatter.content_type == "application/jsonlines"
     assert finish(parsed) == [b'{"text":["<5>one"]}\n'] * 2
+    several = finish(plain(stream=True, n=2, temperature=1.0))
+    assert several == [b'{"text":["<5>one","<5>"]}\n'] * 2 + [b'{"text":["<5>one","<5>one"]}\n'] * 2
     error = Delta("r", "", (), FinishReason.ERROR, StepError("it failed"))
     last = json.loads(plain(stream=True).formatter.feed(error))
     assert last == {"code": 424, "error": "it failed", "type": "step_error"}
@@ -266,7 +268,6 @@ def test_a_plain_stream_repeats_the_text() -> None:
     [
         ({"prompt": 5}, "'prompt' is 5; expected a non-empty string"),
         ({"use_beam_search": True}, "'use_beam_search' is not supported"),
-        ({"n": 2, "stream": True}, "not answered by a stream"),
         ({"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_tokens'"),
     ],
 )
