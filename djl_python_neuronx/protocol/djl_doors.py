@@ -216,7 +216,8 @@ class AsyncDoor:
                 reply = Reply(parsed, self._read_timeout_s / 2)
                 closing.callback(asyncio.create_task(self._wake(generation)).cancel)
                 async for delta in generation:
-                    if delta.text or delta.tokens or delta.finished:  # else it only wakes
+                    # Else it only wakes.
+                    if delta.text or delta.tokens or delta.prompt or delta.finished:
                         await parsed.run(reply.feed, delta)
                     while reply.ready and not reply.taken:
                         yield record_output(reply.take())
