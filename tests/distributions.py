@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,59 @@ ALPHA = 0.001
 """Chance that right draws fail a whole table of them. Seeds are fixed, so a verdict is the same in every run."""
 
 
-def hugging_face(logits: Any, params: SamplingParams, history: Sequence[int] = ()) -> Float64Array:
-    """float64[V]: what `generate` of transformers draws from after one row of logits, in its order of warpers."""
+EOS = 2
+
+
+def hugging_face(
+    logits: Any,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> Float64Array:
+    """float64[V]: what `generate` of transformers draws from after one row of logits, in its order of processors.
+
+    Presence and frequency penalty are OpenAI's; vLLM's `bad_words` are Hugging Face's on the output alone.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     made = pytest.importorskip("transformers", reason="transformers is not installed")
     scores = torch.as_tensor(logits, dtype=torch.float64)[None]
     if params.temperature == 0:
-        params = SamplingParams(
-            temperature=1.0, top_k=1, repetition_penalty=params.repetition_penalty
-        )
+        params = replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, typical_p=1.0)
+    ids = torch.tensor([[*prompt, *output]], dtype=torch.int64)
+    processors: list[Any] = []
+    if params.logit_bias:
+        biases = [[[token], float(bias)] for token, bias in params.logit_bias]
+        processors.append(made.SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
-        penalty = made.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
-        scores = penalty(torch.tensor([history]), scores)
+        processors.append(made.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    for processor in processors:
+        scores = processor(ids, scores)
+    for token in set(output):
+        scores[0, token] -= params.frequency_penalty * [*output].count(token)
+        scores[0, token] -= params.presence_penalty
+    masks: list[Any] = []
+    if params.no_repeat_ngram_size:
+        masks.append(made.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+    if params.bad_words_ids:
+        masks.append(made.NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
+    if params.min_length:
+        masks.append(made.MinLengthLogitsProcessor(params.min_length, EOS))
+    if params.min_new_tokens:
+        least = made.MinNewTokensLengthLogitsProcessor(len(prompt), params.min_new_tokens, EOS)
+        masks.append(least)
+    if params.allowed_token_ids is not None:
+        allowed = [*params.allowed_token_ids]
+        masks.append(made.PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
+    if params.suppress_tokens:
+        masks.append(made.SuppressTokensLogitsProcessor(params.suppress_tokens))
+    if params.begin_suppress_tokens:
+        begin = params.begin_suppress_tokens
+        masks.append(made.SuppressTokensAtBeginLogitsProcessor(begin, len(prompt)))
+    for mask in masks:
+        scores = mask(ids, scores)
+    if params.bad_words:
+        mask = made.NoBadWordsLogitsProcessor([[*word] for word in params.bad_words])
+        scores = mask(ids[:, len(prompt) :], scores)
     warpers = [made.TemperatureLogitsWarper(float(params.temperature))]
     if params.top_k:
         warpers.append(made.TopKLogitsWarper(params.top_k))
@@ -35,6 +77,8 @@ def hugging_face(logits: Any, params: SamplingParams, history: Sequence[int] = (
         warpers.append(made.TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(made.MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1:
+        warpers.append(made.TypicalLogitsWarper(params.typical_p))
     for warper in warpers:
         scores = warper(None, scores)
     found: Float64Array = torch.softmax(scores[0], 0).numpy()

@@ -53,7 +53,7 @@ def test_commands_exist(document: str) -> None:
 def test_each_sampling_parameter_is_documented(name: str) -> None:
     assert f"\n| `{name}` | " in (ROOT / "docs/protocols.md").read_text(encoding="utf-8")
     features = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert name in features.partition("\n| Sampling | ")[2].partition("\n")[0]
+    assert name in features.partition("\n| Sampling | ")[2].partition("\n| Protocols | ")[0]
 
 
 @pytest.mark.parametrize("name", sorted(Parameters.model_fields))

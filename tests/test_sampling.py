@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -13,22 +14,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from djl_python_neuronx.engine.masks import constraints_of
 from djl_python_neuronx.engine.sampler import Sampler, cumulated, locate, logprobs, most_likely
 from djl_python_neuronx.errors import RequestError
-from djl_python_neuronx.sampling import SamplingParams
-from tests.distributions import assert_followed, hugging_face
+from djl_python_neuronx.sampling import MAX_LISTED, SamplingParams
+from tests.distributions import EOS, assert_followed, hugging_face
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
 
 
-def reference(logits: Float32Array, params: SamplingParams, history: Sequence[int]) -> Float64Array:
+def reference(
+    logits: Float32Array,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> Float64Array:
     """float64[V]: the distribution that the rules define, step by step."""
-    logits = logits.copy()
+    logits, history = logits.copy(), [*prompt, *output]
+    for token, bias in params.logit_bias:
+        logits[token] += bias
     for token in set(history):
         penalty = np.float32(params.repetition_penalty)
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token in set(output):
+        count = np.float32([*output].count(token))
+        logits[token] -= np.float32(params.frequency_penalty) * count
+        logits[token] -= np.float32(params.presence_penalty)
+    logits[[*excluded(len(logits), params, prompt, output)]] = -np.inf
     if params.temperature == 0 or params.top_k == 1:
         only = np.zeros(len(logits))
         only[logits.argmax()] = 1
@@ -44,22 +58,69 @@ def reference(logits: Float32Array, params: SamplingParams, history: Sequence[in
         probabilities[probabilities < descending[size - 1]] = 0
     probabilities[probabilities < params.min_p * probabilities.max()] = 0
     probabilities /= probabilities.sum()
+    if params.typical_p < 1:
+        with np.errstate(divide="ignore"):
+            information = -np.log(probabilities)
+        entropy = probabilities[probabilities > 0] @ information[probabilities > 0]
+        distances = abs(information - entropy)
+        order = distances.argsort()
+        size = 1 + int((probabilities[order].cumsum() < params.typical_p).sum())
+        probabilities[distances > distances[order][size - 1]] = 0
+        probabilities /= probabilities.sum()
     return probabilities
+
+
+def excluded(
+    vocab_size: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> set[int]:
+    """The tokens that may not follow."""
+    ids, size = [*prompt, *output], params.no_repeat_ngram_size
+    found = {*params.suppress_tokens, *(params.begin_suppress_tokens if not output else ())}
+    if params.allowed_token_ids is not None:
+        found |= set(range(vocab_size)) - set(params.allowed_token_ids)
+    if len(output) < params.min_new_tokens or len(ids) < params.min_length:
+        found.add(EOS)
+    for words, before in ((params.bad_words_ids, ids), (params.bad_words, [*output])):
+        for *others, last in words:
+            if before[len(before) - len(others) :] == others:
+                found.add(last)
+    for i in range(len(ids) - size + 1 if size else 0):
+        *others, last = ids[i : i + size]
+        if ids[len(ids) - size + 1 :] == others:
+            found.add(last)
+    return found
 
 
 def int32s(*values: int) -> Int32Array:
     return np.array(values, np.int32)
 
 
+def assign(
+    sampler: Sampler,
+    slot: int,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    seed: int,
+    output: Sequence[int] = (),
+) -> None:
+    """Start a sequence as the engine does."""
+    constraints = constraints_of(params, prompt, {EOS}, sampler._listed.shape[1])
+    sampler.assign(slot, params, prompt, seed, output, constraints)
+
+
 def draw(
-    logits: Float32Array, params: SamplingParams, count: int, history: Sequence[int] = ()
+    logits: Float32Array,
+    params: SamplingParams,
+    count: int,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
 ) -> Int32Array:
     """int32[count]: tokens that as many slots with seeds 0, 1, ... draw from the same logits."""
     sampler = Sampler(8, len(logits))
     drawn = []
     for start in range(0, count, 8):
         for slot in range(8):
-            sampler.assign(slot, params, history, start + slot)
+            assign(sampler, slot, params, prompt, start + slot, output)
         drawn.append(
             sampler.sample(
                 np.tile(logits, (8, 1)), np.arange(8, dtype=np.int32), np.full(8, 5, np.int32)
@@ -92,6 +153,11 @@ class TestParams:
         assert SamplingParams() == SamplingParams(
             temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=None
         )
+        logits = normal(300)
+        assert np.array_equal(
+            reference(logits, SamplingParams(temperature=1.0), [7, 8], [8]),
+            reference(logits, SamplingParams(temperature=1.0)),
+        )
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -110,13 +176,33 @@ class TestParams:
             ("min_p", 2),
             ("repetition_penalty", 0),
             ("repetition_penalty", [1.1]),
+            ("typical_p", 0),
+            ("typical_p", True),
+            ("presence_penalty", 2.1),
+            ("frequency_penalty", -2.1),
+            ("logit_bias", ((5,),)),
+            ("logit_bias", ((5, "1"),)),
+            ("logit_bias", ((5, float("nan")),)),
+            ("logit_bias", tuple((i, 1.0) for i in range(MAX_LISTED + 1))),
+            ("allowed_token_ids", ()),
+            ("allowed_token_ids", (5, -1)),
+            ("allowed_token_ids", (5, True)),
+            ("bad_words", ((),)),
+            ("bad_words", (5,)),
+            ("bad_words_ids", ((5, "6"),)),
+            ("bad_words_ids", tuple((i, 5) for i in range(MAX_LISTED // 2 + 1))),
+            ("suppress_tokens", 5),
+            ("begin_suppress_tokens", (2.0,)),
+            ("no_repeat_ngram_size", 65),
+            ("min_new_tokens", -1),
+            ("min_length", 2**31),
             ("seed", -1),
             ("seed", 2**64),
             ("seed", False),
         ],
     )
     def test_what_no_rule_can_honour_is_refused_by_name(self, name: str, value: object) -> None:
-        with pytest.raises(RequestError, match=f"^{name} is .*; expected a"):
+        with pytest.raises(RequestError, match=rf"^{name} (is|has) .*; expected \w"):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
 
     def test_a_long_wrong_value_is_not_repeated(self) -> None:
@@ -133,6 +219,13 @@ class TestParams:
     def test_from_mapping_takes_the_wire_names_and_leaves_the_rest(self) -> None:
         values = {"temperature": 0.5, "top_k": 3, "seed": None, "stream": True}
         assert SamplingParams.from_mapping(values) == SamplingParams(temperature=0.5, top_k=3)
+        values = {"logit_bias": {"5": 1, "07": -2.5}, "bad_words_ids": [[5, 6], [7]]}
+        assert SamplingParams.from_mapping(values) == SamplingParams(
+            logit_bias=((5, 1), (7, -2.5)), bad_words_ids=((5, 6), (7,))
+        )
+        for wrong in ({"x": 1}, {"-5": 1}, {"5" * 4999: 1}, {"5": None}, [5], 5, "5"):
+            with pytest.raises(RequestError, match=r"^logit_bias "):
+                SamplingParams.from_mapping({"logit_bias": wrong})
         assert set(SamplingParams.WIRE_NAMES) == set(vars(SamplingParams()))
 
 
@@ -143,19 +236,36 @@ class TestGreedy:
         assert set(draw(logits, SamplingParams(), 8)) == {7}
         assert set(draw(logits, SamplingParams(temperature=1.0, top_k=1), 8)) == {7}
 
-    @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.2, 3.0])
+    @pytest.mark.parametrize(
+        ("penalty", "presence", "size"),
+        [
+            *((0.5, 0, 0), (1.0, 0, 0), (1.2, 0, 0), (3.0, 0, 0)),
+            *((1.0, 0.4, 0), (1.2, -0.4, 0), (1.0, 0.0, 1), (0.5, -2.0, 2), (1.0, -2.0, 3)),
+        ],
+    )
     @pytest.mark.parametrize("vocab_size", [300, 5003])
-    def test_whole_history_counts(self, penalty: float, vocab_size: int) -> None:
+    def test_whole_history_counts(
+        self, penalty: float, presence: float, size: int, vocab_size: int
+    ) -> None:
         """Thirty steps on nearly equal logits, where a wrong history changes the winner."""
-        params = SamplingParams(repetition_penalty=penalty)
+        params = SamplingParams(
+            repetition_penalty=penalty,
+            presence_penalty=presence,
+            frequency_penalty=presence / 3,
+            no_repeat_ngram_size=size,
+            bad_words=((5,),),
+        )
         sampler = Sampler(2, vocab_size)
         logits = normal(vocab_size, seed=1).round(1)
-        history = np.argsort(logits)[-9:-1:2].tolist() * 2
-        sampler.assign(1, params, history, 0)
+        prompt = np.argsort(logits)[-9:-1:2].tolist() * 2
+        output: list[int] = []
+        assign(sampler, 1, params, prompt, 0)
         for step in range(30):
             token = int(sampler.sample(logits[None], int32s(1), int32s(step))[0])
-            assert token == reference(logits, params, history).argmax()
-            history.append(token)
+            assert token == reference(logits, params, prompt, output).argmax()
+            output.append(token)
+            if step == 15:  # as a sequence that resumes
+                assign(sampler, 1, params, prompt, 0, output)
 
     def test_penalty_agrees_with_hugging_face(self) -> None:
         torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -183,7 +293,36 @@ RULES = [
     SamplingParams(temperature=1.0, top_k=40, repetition_penalty=0.6),
     SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.4),
     SamplingParams(temperature=1.0, top_p=0.95, min_p=0.1, repetition_penalty=0.8),
+    SamplingParams(temperature=1.0, typical_p=0.3),
+    SamplingParams(temperature=0.8, top_k=10, top_p=0.95, typical_p=0.95),
+    SamplingParams(temperature=1.3, top_p=0.8, min_p=0.01, typical_p=0.6),
+    SamplingParams(temperature=2.0, min_p=0.02, typical_p=0.8, presence_penalty=-1.0),
+    SamplingParams(temperature=1.0, presence_penalty=1.5, frequency_penalty=0.7),
+    SamplingParams(temperature=1.0, top_k=60, presence_penalty=0.5, frequency_penalty=-0.6),
+    SamplingParams(temperature=1.5, logit_bias=((3, 5.0), (17, -100.0)), repetition_penalty=1.3),
+    SamplingParams(temperature=1.5, top_k=9, logit_bias=((3, 9), (30, 8.5)), frequency_penalty=2),
 ]
+EXCLUDING: list[dict[str, Any]] = [
+    {"allowed_token_ids": tuple(range(0, 150, 3))},
+    {"suppress_tokens": (6, 31), "begin_suppress_tokens": (30, 5)},
+    {"bad_words": ((9,), (17, 7), (21, 17, 31), (21, 9, 30), (4, 21, 17, 5))},
+    {"bad_words_ids": ((9,), (17, 8), (21, 17, 31), (21, 9, 30), (17, 4, 21, 17, 5))},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 3, "min_new_tokens": 3},
+    {"min_length": 34},
+]
+MASKS = [
+    SamplingParams(temperature=1.5, top_k=top_k, **fields)
+    for fields in EXCLUDING
+    for top_k in (0, 145)
+]
+
+
+def histories(logits: Float32Array) -> list[tuple[list[int], list[int]]]:
+    """Prompts and outputs: of likely tokens, and with n-grams and words of `EXCLUDING`."""
+    prompt = [*np.argsort(logits)[-60::2].tolist(), 17, 4]
+    return [(prompt, []), (prompt, [21, 17]), (prompt[:5], [*prompt, 30, 17, 4, 17])]
 
 
 class TestDistribution:
@@ -198,24 +337,25 @@ class TestDistribution:
     )
     def test_each_parameter_has_a_rule_in_the_reference(self, name: str, way: str) -> None:
         """In both ways to draw some entry of RULES sets it, and the reference differs without it."""
-        logits, history = normal(300), list(range(0, 300, 2))
+        logits = normal(300)
         default = getattr(SamplingParams(), name)
         assert any(
             not np.array_equal(
-                reference(logits, params, history),
-                reference(logits, replace(params, **{name: default}), history),
+                reference(logits, params, *history),
+                reference(logits, replace(params, **{name: default}), *history),
             )
-            for params in RULES
-            if (params.top_k > 0) == (way == "top_k")
+            for params in RULES + MASKS
+            if (params.top_k > 0) == (way == "top_k") and getattr(params, name) != default
+            for history in histories(logits)
         ), f"set {name} in an entry of RULES ({way}), and apply it in reference()"
 
-    @pytest.mark.parametrize("params", RULES, ids=repr)
     @pytest.mark.parametrize("vocab_size", [150, 5003])
-    def test_the_reference_is_hugging_face_s(self, params: SamplingParams, vocab_size: int) -> None:
+    def test_the_reference_is_hugging_face_s(self, vocab_size: int) -> None:
         logits = normal(vocab_size, seed=vocab_size)
-        history = np.argsort(logits)[-60::2].tolist()
-        wanted = hugging_face(logits, params, history)
-        np.testing.assert_allclose(reference(logits, params, history), wanted, atol=1e-7)
+        for params, history in product(RULES + MASKS, histories(logits)):
+            wanted = hugging_face(logits, params, *history)
+            found = reference(logits, params, *history)
+            np.testing.assert_allclose(found, wanted, atol=1e-7, err_msg=f"{params} {history}")
 
     def test_900_draws_of_each_combination_follow_hugging_face(self) -> None:
         logits = normal(300, seed=8)
@@ -227,14 +367,23 @@ class TestDistribution:
             draws[params] = draw(logits, params, 900), hugging_face(logits, params)
         assert_followed(draws)
 
-    @pytest.mark.parametrize("params", RULES, ids=repr)
     @pytest.mark.parametrize("vocab_size", [150, 5003])
-    def test_follows_the_reference(self, params: SamplingParams, vocab_size: int) -> None:
+    def test_follows_the_reference(self, vocab_size: int) -> None:
         logits = normal(vocab_size, seed=vocab_size)
-        history = tuple(np.argsort(logits)[-60::2].tolist())
-        assert_follows(
-            draw(logits, params, 2400, history), reference(logits, params, list(history))
-        )
+        turns = itertools.cycle(histories(logits))
+        for params, history in zip(RULES + MASKS, turns, strict=False):
+            wanted = reference(logits, params, *history)
+            assert_follows(draw(logits, params, 2400, *history), wanted)
+        # Whatever follows is allowed, and nothing else: greedy on logits that are the same for all.
+        for params, history in product(MASKS, histories(logits)):
+            flat = np.zeros(vocab_size, np.float32)
+            kept = np.flatnonzero(reference(flat, replace(params, top_k=0), *history))
+            greedy = replace(params, temperature=0.0)
+            for token in [*range(35), 147]:
+                flat[token] = 1.0
+                (found,) = set(draw(flat, greedy, 8, *history).tolist())
+                assert found == (token if token in kept else kept[0]), (params, history)
+                flat[token] = 0.0
 
     @pytest.mark.parametrize(
         "params", [rule for rule in RULES if rule.repetition_penalty == 1], ids=repr
@@ -339,7 +488,7 @@ class TestSeeds:
 
 VALUES: dict[str, list[Any]] = {
     # Each field's default and every value in RULES, with more where edges lie.
-    name: sorted({getattr(params, name) for params in (SamplingParams(), *RULES)})
+    name: [*{getattr(params, name): None for params in (SamplingParams(), *RULES, *MASKS)}]
     for name in SamplingParams.WIRE_NAMES
     if name != "seed"
 }
@@ -359,7 +508,7 @@ class TestBatch:
             min_size=2,
             max_size=12,
         ),
-        vocab_size=st.sampled_from([90, 4100, 4999]),
+        vocab_size=st.sampled_from([150, 4100, 4999]),
         scale=st.sampled_from([0.1, 2.0, 8.0]),
         data=st.randoms(use_true_random=False),
     )
@@ -379,14 +528,14 @@ class TestBatch:
         ]
         for slot, i in placed:
             params, seed, prompt_len = rows[i]
-            together.assign(slot, params, range(prompt_len), seed)
+            assign(together, slot, params, range(prompt_len), seed)
         order = [i for _, i in placed]
         index = np.array([slot for slot, _ in placed], np.int32)
         positions = np.array([rows[i][2] for i in order], np.int32)
         found = [together.sample(logits[step][order], index, positions + step) for step in range(3)]
         for row, i in enumerate(order):
             params, seed, prompt_len = rows[i]
-            alone.assign(0, params, range(prompt_len), seed)
+            assign(alone, 0, params, range(prompt_len), seed)
             for step in range(3):
                 token = alone.sample(logits[step][i : i + 1], int32s(0), int32s(prompt_len + step))[
                     0

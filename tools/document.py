@@ -312,7 +312,7 @@ def _defaults(
 
 
 def _missing(default: object) -> str:
-    if default in (None, math.inf, [], {}):
+    if default in (None, math.inf, [], (), {}):
         return "none"
     return default if default == "what fits" else f"`{json.dumps(default)}`"
 

@@ -22,6 +22,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.engine.batching import Batcher
 from djl_python_neuronx.engine.grammars import Grammar
+from djl_python_neuronx.engine.masks import constraints_of
 from djl_python_neuronx.engine.runner import (
     MAX_FAILED_STEPS,
     Ran,
@@ -281,13 +282,13 @@ class Engine:
                 failures.append((sequence, translate(error)))
             else:
                 call.cached[sequence.request_id] = sequence.num_cached
+                sampling, prompt_ids = sequence.sampling, request.prompt_ids
+                grammar = [] if sequence.grammar is None else [sequence.grammar]
+                end_ids = self.spec.eos_ids | request.stop_token_ids
+                rules = constraints_of(sampling, prompt_ids, end_ids, self.spec.vocab_size)
                 self._sampler.assign(
-                    slot,
-                    sequence.sampling,
-                    request.prompt_ids,
-                    sequence.seed,
-                    request.given_ids,
-                    [] if sequence.grammar is None else [sequence.grammar],
+                    *(slot, sampling, prompt_ids, sequence.seed, request.given_ids),
+                    [*grammar, *rules],
                 )
         if failures:
             call.refused = self._fail_all(failures, acquired=False)

@@ -63,9 +63,7 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     _check_vocabulary(request, spec.vocab_size)
     _check_given(request, spec)
     _check_grammar(request, spec)
-    if request.max_new_tokens is not None and request.max_new_tokens < (0 if scores else 1):
-        msg = f"max_new_tokens is {request.max_new_tokens}; expected at least 1"
-        raise RequestError(msg)
+    _check_lengths(request)
     if not 0 <= request.adapter < len(spec.adapters):
         msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
         raise UnsupportedParameterError(msg)
@@ -88,10 +86,28 @@ def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
             f"from 0 to {vocab_size - 1}. If it was sent as text, the tokenizer is not this model's"
         )
         raise RequestError(msg, PROMPT)
-    outside = [one for one in request.stop_token_ids if not 0 <= one < vocab_size]
-    if outside:
-        msg = f"stop_token_ids has {min(outside)}; expected ids of the model, from 0 to {vocab_size - 1}"
-        raise RequestError(msg, "stop_token_ids")
+    for name, ids in (
+        ("stop_token_ids", request.stop_token_ids),
+        *request.sampling.token_ids(),
+    ):
+        outside = [one for one in ids if not 0 <= one < vocab_size]
+        if outside:
+            msg = (
+                f"{name} has {min(outside)}; expected ids of the model, from 0 to {vocab_size - 1}"
+            )
+            raise RequestError(msg, name)
+
+
+def _check_lengths(request: EngineRequest) -> None:
+    least, most = request.sampling.min_new_tokens, request.max_new_tokens
+    if most is None:
+        return
+    if most < (0 if request.scores_prompt is not None else 1):
+        msg = f"max_new_tokens is {most}; expected at least 1"
+        raise RequestError(msg)
+    if least > most:
+        msg = f"min_new_tokens is {least}, max_new_tokens is {most}; lower the first, or raise the second"
+        raise RequestError(msg, "min_new_tokens")
 
 
 def _check_given(request: EngineRequest, spec: ModelSpec) -> None:

@@ -1,13 +1,18 @@
-"""Masks: for each slot with constraints, the tokens that may follow its output."""
+"""Masks: for each slot with constraints, the tokens that may follow its output. And the constraints of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from djl_python_neuronx.sampling import Ids, SamplingParams
 
 UInt32Array = npt.NDArray[np.uint32]
 BoolArray = npt.NDArray[np.bool_]
@@ -89,3 +94,84 @@ class Masks:
             bits[:] = _ALL
             for constraint in constraints:
                 constraint.narrow(bits, output_ids)
+
+
+def constraints_of(
+    params: SamplingParams, prompt_ids: Sequence[int], end_ids: Collection[int], vocab_size: int
+) -> list[Constraint]:
+    """The constraints that a request's parameters set. `end_ids`: eos, and the tokens that end it like eos."""
+    found: list[Constraint] = []
+    if params.allowed_token_ids is not None:
+        found.append(Excluded(~bits_of(params.allowed_token_ids, vocab_size)))
+    for ids, until in (
+        (end_ids, params.num_unending(len(prompt_ids))),
+        (params.begin_suppress_tokens, 1),
+        (params.suppress_tokens, inf),
+    ):
+        if ids and until > 0:
+            found.append(Excluded(bits_of([*ids], vocab_size), until))
+    for words, before_ids in ((params.bad_words, ()), (params.bad_words_ids, prompt_ids)):
+        if words:
+            found.append(BadWords(words, before_ids))
+    if params.no_repeat_ngram_size:
+        found.append(NoRepeat(params.no_repeat_ngram_size, prompt_ids, vocab_size))
+    return found
+
+
+def bits_of(ids: npt.ArrayLike, vocab_size: int) -> UInt32Array:
+    """A mask in which the bits of `ids` are 1. See `Masks.bits`."""
+    bits, places = np.zeros(-(-vocab_size // 32), np.uint32), np.asarray(ids, np.uint32)
+    np.bitwise_or.at(bits, places >> 5, np.uint32(1) << (places & 31))
+    return bits
+
+
+class Excluded:
+    """No token of `bits` among the first `until` tokens."""
+
+    def __init__(self, bits: UInt32Array, until: float = inf) -> None:
+        self._others, self._until = ~bits, until
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        """See `Constraint`."""
+        if len(output_ids) < self._until:
+            bits &= self._others
+
+
+class BadWords:
+    """No last token of a word behind its other tokens."""
+
+    def __init__(self, words: Sequence[Ids], before_ids: Sequence[int]) -> None:
+        """`before_ids`: tokens before the output, in which a word may begin."""
+        self._longest = max(map(len, words))
+        self._before_ids = [*before_ids[-self._longest :]]
+        self._words = defaultdict[int, list[list[int]]](list)
+        """Words by the token before their last one; -1: there is none."""
+        for word in words:
+            self._words[word[-2] if len(word) > 1 else -1].append([*word])
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        """See `Constraint`."""
+        tail = self._before_ids + output_ids[-self._longest :]
+        for *others, last in self._words.get(-1, []) + self._words.get((tail or [-1])[-1], []):
+            if not others or tail[-len(others) :] == others:
+                bits[last >> 5] &= ~np.uint32(1 << (last & 31))
+
+
+class NoRepeat:
+    """No n-gram of prompt and output twice. Source: Paulus et al. 2017."""
+
+    def __init__(self, size: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
+        """`size`: tokens of an n-gram."""
+        self._size, self._prompt_len, self._vocab_size = size, len(prompt_ids), vocab_size
+        self._ids = array("i", prompt_ids)
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        """See `Constraint`."""
+        self._ids.extend(output_ids[len(self._ids) - self._prompt_len :])
+        ids = np.frombuffer(self._ids, np.int32)
+        places = np.arange(self._size - 1, len(ids))
+        for back in range(1, self._size):
+            if not len(places):
+                return
+            places = places[ids[places - back] == ids[-back]]
+        bits &= ~bits_of(ids[places], self._vocab_size)

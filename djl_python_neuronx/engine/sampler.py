@@ -1,10 +1,11 @@
 """The sampler: from logits to tokens, in two stages for each row.
 
-`edit` applies a slot's own rules to its logits: penalties, and the mask that its constraints make (`masks.py`). `draw`
-makes probabilities of them (temperature, top_k), applies all other rules, and draws. All of these rules judge the same
-probabilities; a token stays if each of them keeps it. They keep or drop equal logits together: a tie at the k-th value,
-or at the edge of the nucleus, is kept whole. Greedy takes the lowest id of a tie. A rule that a row does not use costs
-one test of its parameter.
+`edit` applies a slot's own rules to its logits: bias, penalties, and the mask that its constraints make (`masks.py`).
+`draw` makes probabilities of them (temperature, top_k), applies all other rules, and draws. top_p and min_p judge the
+same probabilities, and a token stays if both keep it; typical_p judges what they leave. All of them keep or drop equal
+logits together: a tie at the k-th value, or at the edge of the nucleus, is kept whole. Greedy takes the lowest id of a
+tie. A rule that a row does not use costs one test of its parameter. Order, and each rule: as in Hugging Face's
+`generate`; presence and frequency penalty, which it has not, as in vLLM.
 
 This module defines every rule, for one row. `sampling.c` has the same stages compiled, for all rows of a step in one
 call; it is used where the package has it (`native.py`). Both give the same tokens on every machine: all arithmetic
@@ -17,7 +18,7 @@ No rule sorts the vocabulary. `largest` needs only the logits above a floor, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,13 @@ RULES = np.dtype(
     [
         ("stream", np.uint64),
         ("top_p", np.float64),
+        ("typical_p", np.float64),
         ("scale", np.float32),
         ("temperature", np.float32),
         ("min_p", np.float32),
         ("penalty", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
         ("top_k", np.int32),
         ("penalises", np.int32),
         ("num_listed", np.int32),
@@ -55,8 +59,9 @@ RULES = np.dtype(
 )
 """The rules of a slot, as `struct rules` has them. `stream` of random numbers; `scale`: log2(e) / temperature. Greedy
 is a top_k of 1. `penalises`: each token of the history is listed; `num_listed`: tokens in the slot's list."""
-LISTED = np.dtype([("id", np.int32), ("count", np.int32)])
-"""A token whose logit a slot's rules change, as `struct listed` has it. `count` of it in the output."""
+LISTED = np.dtype([("id", np.int32), ("count", np.int32), ("bias", np.float32)])
+"""A token whose logit a slot's rules change, as `struct listed` has it. `count` of it in the output; -1 if the prompt
+has it neither."""
 NO_TOKEN, NONE_ALLOWED = -1, -2
 """In place of a token: the logits are no distribution, and the slot's mask leaves no finite logit."""
 _COLUMNS = 1024
@@ -67,6 +72,7 @@ _CACHED = 32 * _COLUMNS
 _SMALLEST, _LARGEST = 1e-30, 1e30
 """Range of parameters: neither they nor their inverse leave float32, nor do products of them become zero."""
 _LOG2_E = 1.4426950408889634
+_GREEDY = SamplingParams(temperature=1.0, top_k=1)
 _LOWEST = np.finfo(np.float32).min
 _INFINITY = np.float32(np.inf)
 _ROUNDING = np.float32(1.5 * 2**23)
@@ -108,9 +114,14 @@ def edit(
     if allowed is None and not len(listed):
         return row
     row = row.copy() if allowed is None else np.where(allowed, row, -_INFINITY)
-    values = row[listed["id"]]
+    values, counts = row[listed["id"]] + listed["bias"], listed["count"]
     # Source: CTRL (2019).
-    row[listed["id"]] = np.where(values > 0, values / rules["penalty"], values * rules["penalty"])
+    penalised = np.where(values > 0, values / rules["penalty"], values * rules["penalty"])
+    values = np.where(counts >= 0, penalised, values)
+    # Source: OpenAI's API reference; the order is vLLM's.
+    values -= rules["frequency"] * np.maximum(counts, 0).astype(np.float32)
+    values -= rules["presence"] * (counts > 0)
+    row[listed["id"]] = values
     return row
 
 
@@ -131,24 +142,58 @@ def draw(values: Float32Array, best: np.float32, rules: Rules, position: int) ->
 
     No sort: draw from all of them, then check whether the token is in the nucleus. If not, the token and all that are
     not heavier are outside it; draw again among the rest. The nucleus is never cut, so an accepted token follows its
-    distribution; the likeliest token is always accepted, so this ends, after about 1 + ln(1 / top_p) draws.
+    distribution; the likeliest token is always accepted, so this ends, after about 1 + ln(1 / top_p) draws. So it is
+    with typical_p, whose nucleus consists of the tokens with the least `surprise`; that of top_p is cut before.
     """
     weights = weigh(values, best, rules["scale"])
     mass = cumulated(weights)
-    total, top_p = mass[-1], rules["top_p"]
+    keys, share = weights, rules["top_p"]
+    least_mass = share * mass[-1]
     if rules["min_p"] > 0:  # the weight of the best is 1
         weights *= weights >= rules["min_p"]
         mass = cumulated(weights)
+    if rules["typical_p"] < 1:
+        if share < 1:
+            weights *= weights >= nucleus_edge(weights, least_mass)
+            mass = cumulated(weights)
+        keys, share = -surprise(values, best, rules["scale"], weights, mass[-1]), rules["typical_p"]
+        least_mass = share * mass[-1]
     turn = 0
     while True:
         place = locate(uniform(int(rules["stream"]), position, turn), weights, mass)
-        if top_p == 1:
+        if share == 1:
             return place
-        weights *= weights > weights[place]
+        weights *= keys > keys[place]
         mass = cumulated(weights)
-        if mass[-1] < top_p * total:
+        if mass[-1] < least_mass:
             return place
         turn += 1
+
+
+def nucleus_edge(weights: Float32Array, least_mass: float) -> np.float32:
+    """The smallest weight in the nucleus: all larger ones together have less than `least_mass`."""
+    low, high = 0, int(np.float32(1).view(np.int32))
+    while low < high:
+        # Floats from 0 to 1 have the order of their bits.
+        middle = (low + high) // 2
+        if cumulated(weights * (weights > _float_of(middle)))[-1] < least_mass:
+            high = middle
+        else:
+            low = middle + 1
+    return _float_of(low)
+
+
+def surprise(
+    values: Float32Array, best: np.float32, scale: np.float32, weights: Float32Array, total: float
+) -> Float32Array:
+    """The distance of each token's log2 p from the mean of all, the negative entropy.
+
+    Both have the same unknown summand, so no logarithm is needed. Source: Meister et al. 2022 (typical sampling).
+    """
+    exponents = (values - best) * scale
+    mean = np.float32(cumulated(np.where(weights > 0, exponents * weights, 0))[-1] / total)
+    distances: Float32Array = np.abs(exponents - mean)
+    return distances
 
 
 def weigh(values: Float32Array, best: np.float32, scale: np.float32) -> Float32Array:
@@ -208,6 +253,11 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def _float_of(bits: int) -> np.float32:
+    found: np.float32 = np.int32(bits).view(np.float32)
+    return found
+
+
 def _kth_largest(values: Float32Array, k: int) -> np.float32:
     found: np.float32 = np.partition(values, len(values) - k)[-k]
     return max(found, _LOWEST)
@@ -228,7 +278,7 @@ class Sampler:
         `library`: see `native.load`; `threads`: the most that sample the rows of one call.
         """
         self._rules = np.zeros(num_slots, RULES)
-        self._rules[:] = _packed(SamplingParams(top_k=1), vocab_size, 0)
+        self._rules[:] = _packed(_GREEDY, vocab_size, 0)
         self._listed = np.zeros((num_slots, vocab_size), LISTED)
         self._masks = Masks(num_slots, vocab_size)
         compiled = load(library)
@@ -251,19 +301,31 @@ class Sampler:
         """
         self.release(slot)
         self._rules[slot] = _packed(params, self._listed.shape[1], seed)
-        if self._rules["penalises"][slot]:
-            self._list(slot, prompt_ids, output_ids)
+        penalises = self._rules["penalises"][slot]
+        if penalises or params.logit_bias:
+            history = (prompt_ids, output_ids) if penalises else ((), ())
+            self._list(slot, dict(params.logit_bias), *history)
         if constraints:
             self._rules["masked"][slot] = True
             self._masks.assign(slot, constraints, output_ids)
 
-    def _list(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        output = np.asarray(output_ids, np.int32)
-        ids = np.unique(np.concatenate([np.asarray(prompt_ids, np.int32), output]))
-        self._rules["num_listed"][slot] = len(ids)
+    def _list(
+        self,
+        slot: int,
+        biases: Mapping[int, float],
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Make the slot's list: biased tokens, and those of the history."""
+        groups = [np.asarray([*ids], np.int32) for ids in (biases, prompt_ids, output_ids)]
+        ids = np.unique(np.concatenate(groups))
+        biased, prompt, output = map(ids.searchsorted, groups)
         listed = self._listed[slot, : len(ids)]
-        listed["id"], listed["count"] = ids, 0
-        np.add.at(listed["count"], ids.searchsorted(output), 1)
+        listed["id"], listed["count"], listed["bias"] = ids, -1, 0
+        listed["bias"][biased] = [min(max(bias, -_LARGEST), _LARGEST) for bias in biases.values()]
+        listed["count"][prompt] = listed["count"][output] = 0
+        np.add.at(listed["count"], output, 1)
+        self._rules["num_listed"][slot] = len(ids)
 
     def release(self, slot: int) -> None:
         """End the sequence of a slot; idempotent."""
@@ -311,10 +373,10 @@ class Sampler:
         listed = self._listed[slot]
         places = np.flatnonzero(listed["id"][:num_listed] == token)
         if not len(places):
-            listed[num_listed] = token, 1
+            listed[num_listed] = token, 1, 0
             self._rules["num_listed"][slot] += 1
         else:
-            listed["count"][places] += 1
+            listed["count"][places] = np.maximum(listed["count"][places], 0) + 1
 
     def _token(self, row: Float32Array, slot: int, position: int, note: bool) -> int:
         """The token of one row; see `sample`."""
@@ -336,20 +398,21 @@ class Sampler:
 
 def _packed(params: SamplingParams, vocab_size: int, seed: int) -> tuple[float, ...]:
     """The rules of a slot as an element of `RULES`."""
-    if params.temperature == 0 or params.top_k == 1:
-        params = SamplingParams(
-            temperature=1.0, top_k=1, repetition_penalty=params.repetition_penalty
-        )
-    temperature = min(max(params.temperature, _SMALLEST), _LARGEST)
+    drawing = _GREEDY if params.temperature == 0 or params.top_k == 1 else params
+    temperature = min(max(drawing.temperature, _SMALLEST), _LARGEST)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     return (
         _mix(seed),
-        max(params.top_p, _SMALLEST),
+        max(drawing.top_p, _SMALLEST),
+        max(drawing.typical_p, _SMALLEST),
         _LOG2_E / temperature,
         temperature,
-        params.min_p,
+        drawing.min_p,
         min(max(params.repetition_penalty, _SMALLEST), _LARGEST),
-        min(params.top_k, vocab_size),
-        params.repetition_penalty != 1,
+        params.presence_penalty,
+        params.frequency_penalty,
+        min(drawing.top_k, vocab_size),
+        penalties != (1, 0, 0),
         0,
         0,
     )

@@ -39,11 +39,14 @@
 /* One slot's rules; `RULES` in sampler.py. */
 struct rules {
     uint64_t stream; /* of random numbers */
-    double top_p;    /* 1: off */
-    float scale;     /* log2(e) / temperature */
+    double top_p;     /* 1: off */
+    double typical_p; /* 1: off */
+    float scale;      /* log2(e) / temperature */
     float temperature;
     float min_p;    /* 0: off */
     float penalty;  /* 1: off */
+    float presence; /* 0: off, as the next */
+    float frequency;
     int32_t top_k;  /* 0: off; 1: greedy */
     int32_t penalises;  /* each token of the history is listed */
     int32_t num_listed; /* tokens in the slot's list */
@@ -53,7 +56,8 @@ struct rules {
 /* A token whose logit a slot's rules change; `LISTED` in sampler.py. */
 struct listed {
     int32_t id;
-    int32_t count; /* of it in the output */
+    int32_t count; /* of it in the output; -1: not in the prompt either */
+    float bias;
 };
 
 /* An array of numpy: the structure of its array interface protocol (PyArrayInterface). */
@@ -98,6 +102,7 @@ struct scratch {
     float *edited; /* [vocab_size] */
     float *values;
     float *weights;
+    float *keys;
     int32_t *ids;
     float *maxima;  /* [vocab_size / GROUP * LANES] */
     float *columns; /* [COLUMNS] */
@@ -107,7 +112,7 @@ struct scratch {
 EXPORT int64_t scratch_size(int64_t vocab_size)
 {
     int64_t padded = (vocab_size + LANES - 1) / LANES * LANES;
-    return 4 * padded + vocab_size / GROUP * LANES + COLUMNS;
+    return 5 * padded + vocab_size / GROUP * LANES + COLUMNS;
 }
 
 INLINE struct scratch scratch_of(const struct sampler *s, int64_t thread)
@@ -118,9 +123,10 @@ INLINE struct scratch scratch_of(const struct sampler *s, int64_t thread)
         .edited = start,
         .values = start + padded,
         .weights = start + 2 * padded,
-        .ids = (int32_t *)(start + 3 * padded),
-        .columns = start + 4 * padded,
-        .maxima = start + 4 * padded + COLUMNS,
+        .keys = start + 3 * padded,
+        .ids = (int32_t *)(start + 4 * padded),
+        .columns = start + 5 * padded,
+        .maxima = start + 5 * padded + COLUMNS,
     };
     return found;
 }
@@ -170,8 +176,13 @@ INLINE const float *edit(const float *row, int64_t size, const struct rules *rul
         return row;
     copy(row, size, mask, edited);
     for (int32_t i = 0; i < rules->num_listed; i++) {
-        float *value = edited + listed[i].id;
-        *value = *value > 0 ? *value / rules->penalty : *value * rules->penalty;
+        int32_t count = listed[i].count;
+        float value = edited[listed[i].id] + listed[i].bias;
+        if (count >= 0)
+            value = value > 0 ? value / rules->penalty : value * rules->penalty;
+        if (count > 0)
+            value = value - rules->frequency * (float)count - rules->presence;
+        edited[listed[i].id] = value;
     }
     return edited;
 }
@@ -186,7 +197,7 @@ static void enter(struct rules *rules, struct listed *listed, int32_t token)
         rules->num_listed++;
         listed[place] = (struct listed){.id = token};
     }
-    listed[place].count++;
+    listed[place].count = (listed[place].count > 0 ? listed[place].count : 0) + 1;
 }
 
 /* ---- Stage 2: draw ---- */
@@ -374,17 +385,28 @@ INLINE void weigh(const float *restrict values, int64_t count, float best, float
     }
 }
 
-/* Set the weights below `least` to 0, and fill `columns` anew. */
-INLINE void drop_below(float least, float *restrict weights, int64_t count, float *restrict columns)
+/* Set the weights whose key is not above `bound` to 0, and fill `columns` anew. The keys may be the weights. */
+INLINE void drop(const float *keys, float bound, float *weights, int64_t count, float *restrict columns)
 {
     memset(columns, 0, COLUMNS * sizeof *columns);
     for (int64_t start = 0; start < count; start += COLUMNS) {
         int64_t width = count - start < COLUMNS ? count - start : COLUMNS;
         for (int64_t j = 0; j < width; j++) {
-            float weight = weights[start + j] >= least ? weights[start + j] : 0.0f;
+            float weight = keys[start + j] > bound ? weights[start + j] : 0.0f;
             weights[start + j] = weight;
             columns[j] += weight;
         }
+    }
+}
+
+/* Fill `columns` with the sums of the weights above `bound`. */
+INLINE void sum_above(float bound, const float *restrict weights, int64_t count, float *restrict columns)
+{
+    memset(columns, 0, COLUMNS * sizeof *columns);
+    for (int64_t start = 0; start < count; start += COLUMNS) {
+        int64_t width = count - start < COLUMNS ? count - start : COLUMNS;
+        for (int64_t j = 0; j < width; j++)
+            columns[j] += weights[start + j] > bound ? weights[start + j] : 0.0f;
     }
 }
 
@@ -434,24 +456,69 @@ INLINE int64_t locate(double share, double total, const float *weights, int64_t 
     return place;
 }
 
-/* Draw a place of the weights, whose largest is 1. sampler.py explains how. */
-INLINE int64_t draw(const struct rules *rules, int32_t position, int64_t count, struct scratch *s)
+/* The largest value below the smallest weight in the nucleus. All larger weights together have less than `least_mass`. */
+INLINE float below_nucleus(double least_mass, const float *weights, int64_t count, float *columns)
 {
-    double total = sum(s->columns, count), left = total;
-    if (rules->min_p > 0) {
-        drop_below(rules->min_p, s->weights, count, s->columns);
-        left = sum(s->columns, count);
+    uint32_t low = 0, high = bits_of(1.0f);
+    while (low < high) {
+        uint32_t middle = (low + high) / 2;
+        sum_above(float_of(middle), weights, count, columns);
+        if (sum(columns, count) < least_mass)
+            high = middle;
+        else
+            low = middle + 1;
     }
+    return low ? float_of(low - 1) : -1.0f;
+}
+
+/* Fill `keys` with the negative distance of each token's log2 p from the mean. `surprise` in sampler.py explains it. */
+INLINE void rank_typical(const float *restrict values, int64_t count, float best, float scale,
+                         const float *restrict weights, double total, float *restrict keys, float *restrict columns)
+{
+    memset(columns, 0, COLUMNS * sizeof *columns);
+    for (int64_t start = 0; start < count; start += COLUMNS) {
+        int64_t width = count - start < COLUMNS ? count - start : COLUMNS;
+        for (int64_t j = 0; j < width; j++) {
+            keys[start + j] = (values[start + j] - best) * scale;
+            columns[j] += weights[start + j] > 0 ? keys[start + j] * weights[start + j] : 0.0f;
+        }
+    }
+    float mean = (float)(sum(columns, count) / total);
+    for (int64_t i = 0; i < count; i++)
+        keys[i] = -fabsf(keys[i] - mean);
+}
+
+/* Draw a place of the weights, the best `share` of which by their keys have `least_mass`. sampler.py explains how. */
+INLINE int64_t draw_among(const float *keys, double share, double least_mass, const struct rules *rules,
+                          int32_t position, int64_t count, struct scratch *s)
+{
     for (uint64_t turn = 0;; turn++) {
-        double share = uniform(rules->stream, position, turn);
-        int64_t place = locate(share, left, s->weights, count, s->columns);
-        if (rules->top_p >= 1)
+        double target = uniform(rules->stream, position, turn);
+        int64_t place = locate(target, sum(s->columns, count), s->weights, count, s->columns);
+        if (share >= 1)
             return place;
-        drop_below(float_of(bits_of(s->weights[place]) + 1), s->weights, count, s->columns);
-        left = sum(s->columns, count);
-        if (left < rules->top_p * total)
+        drop(keys, keys[place], s->weights, count, s->columns);
+        if (sum(s->columns, count) < least_mass)
             return place;
     }
+}
+
+/* Draw a place of the values, the largest of which is `best`. */
+INLINE int64_t draw(const struct rules *rules, const float *values, float best, int32_t position, int64_t count,
+                    struct scratch *s)
+{
+    weigh(values, count, best, rules->scale, s->weights, s->columns);
+    double least_mass = rules->top_p * sum(s->columns, count);
+    if (rules->min_p > 0)
+        drop(s->weights, float_of(bits_of(rules->min_p) - 1), s->weights, count, s->columns);
+    if (rules->typical_p >= 1)
+        return draw_among(s->weights, rules->top_p, least_mass, rules, position, count, s);
+    if (rules->top_p < 1)
+        drop(s->weights, below_nucleus(least_mass, s->weights, count, s->columns), s->weights, count, s->columns);
+    double total = sum(s->columns, count);
+    rank_typical(values, count, best, rules->scale, s->weights, total, s->keys, s->columns);
+    sum_above(0.0f, s->weights, count, s->columns);
+    return draw_among(s->keys, rules->typical_p, rules->typical_p * total, rules, position, count, s);
 }
 
 enum { NO_TOKEN = -1, NONE_ALLOWED = -2 };
@@ -466,13 +533,10 @@ FOR_EACH_PROCESSOR static int32_t token_of(const struct rules *rules, const floa
         return mask && best == -HUGE_VALF ? NONE_ALLOWED : NO_TOKEN;
     if (rules->top_k == 1)
         return (int32_t)first(row, size, best, s->maxima);
-    if (rules->top_k == 0 || rules->top_k >= size) {
-        weigh(row, size, best, rules->scale, s->weights, s->columns);
-        return (int32_t)draw(rules, position, size, s);
-    }
+    if (rules->top_k == 0 || rules->top_k >= size)
+        return (int32_t)draw(rules, row, best, position, size, s);
     int64_t count = select_top_k(row, size, rules->top_k, best, s);
-    weigh(s->values, count, best, rules->scale, s->weights, s->columns);
-    return s->ids[draw(rules, position, count, s)];
+    return s->ids[draw(rules, s->values, best, position, count, s)];
 }
 
 /* ---- Rows and threads ---- */

@@ -14,12 +14,11 @@ from types import MappingProxyType
 import orjson
 
 _FIELDS = """
-[] | adapter_id allowed_token_ids audio bad_words_ids begin_suppress_tokens bootstrap_host bootstrap_port
-[] | bootstrap_room chat_template constraints custom_logit_processor data_parallel_rank
-[] | disagg_prefill_dp_rank ebnf extra_key force_words_ids guided_decoding input_ids json_schema
+[] | adapter_id audio bootstrap_host bootstrap_port bootstrap_room chat_template constraints custom_logit_processor
+[] | data_parallel_rank disagg_prefill_dp_rank ebnf extra_key force_words_ids guided_decoding input_ids json_schema
 [] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction
 [] | prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank sequence_bias
-[] | stop_regex suppress_tokens task verbosity watermarking_config
+[] | stop_regex task verbosity watermarking_config
 [] | web_search_options
 [false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
 [false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
@@ -27,15 +26,13 @@ _FIELDS = """
 [false] | return_token_ids return_token_offsets return_tokens_as_token_ids token_healing use_audio_in_video
 [false] | use_beam_search watermark watermarking
 [true] | detokenize include_reasoning return_mm_kwargs separate_reasoning stream_reasoning use_cache
-[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff frequency_penalty min_new_tokens
-[0] | min_tokens no_repeat_ngram_size penalty_alpha presence_penalty priority routed_experts_prompt_start
-[0] | routed_experts_start_len
-[0, 1] | min_length
+[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha priority
+[0] | routed_experts_prompt_start routed_experts_start_len
 [1] | best_of encoder_repetition_penalty guidance_scale length_penalty num_beam_groups num_beams num_return_sequences
 [1] | stream_interval
 [-1] | thinking_token_budget
-[[]] | bad_sequences bad_words documents functions logits_processors tools
-[{}] | custom_params ec_transfer_params extra_args extra_body images_config kv_transfer_params logit_bias
+[[]] | documents functions logits_processors tools
+[{}] | custom_params ec_transfer_params extra_args extra_body images_config kv_transfer_params
 [{}] | media_io_kwargs mm_processor_kwargs session_params vllm_xargs
 [""] | suffix
 ["none"] | function_call

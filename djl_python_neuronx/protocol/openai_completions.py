@@ -27,7 +27,7 @@ from djl_python_neuronx.protocol.openai import (
     Usage,
     finite,
 )
-from djl_python_neuronx.protocol.parameters import Flag, FromZero, MaybeCount, validated
+from djl_python_neuronx.protocol.parameters import Flag, MaybeCount, MaybeFromZero, validated
 
 DEFAULT_MAX_TOKENS = 16
 _TEXT = {"type": "string"}
@@ -44,7 +44,7 @@ class CompletionParameters(OpenAiParameters):
             {"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}}]}
         ),
     ]
-    max_tokens: FromZero = None
+    max_tokens: MaybeFromZero = None
     best_of: MaybeCount = None
     echo: Flag = False
     logprobs: Annotated[int | None, Field(ge=0, le=5, description="an integer from 0 to 5")] = None

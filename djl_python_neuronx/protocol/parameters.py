@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from math import inf
 from typing import Annotated, Any, Literal, TypeVar, Union, cast
@@ -34,8 +35,8 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.protocol.base import ParseContext
 from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT, has_no_effect
 from djl_python_neuronx.protocol.structured_output import grammar_of
-from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import GenerationRequest
+from djl_python_neuronx.sampling import Ids, SamplingParams
+from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,12 @@ MOST_SHOWN = 100
 """Characters of an unknown name that errors and logs show."""
 MAX_IGNORED_LOGGED = 100
 """Unknown names that the log has: clients can make any number of them."""
+
+_DEFAULTS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    "no_repeat_ngram_size",
+)
+"""Sampling parameters that a model's generation_config.json sets."""
 
 EXPECTED = "expected"
 """Type of a validator's error whose text is what was expected."""
@@ -76,8 +83,9 @@ class _OneOrMore(BeforeValidator):
 Text = Annotated[str, Field(min_length=1, description="a non-empty string")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
+FromZero = Annotated[int, Field(ge=0, description="an integer of at least 0")]
 MaybeCount = Annotated[Union[int, None], Field(ge=1, description="an integer of at least 1")]
-FromZero = Annotated[Union[int, None], Field(ge=0, description="an integer of at least 0")]
+MaybeFromZero = Annotated[Union[int, None], Field(ge=0, description="an integer of at least 0")]
 Seconds = Annotated[
     float, Field(gt=0, allow_inf_nan=False, description="seconds, a number above 0")
 ]
@@ -106,6 +114,14 @@ Absent = Annotated[Any, BeforeValidator(_refuse), WithJsonSchema({"type": "null"
 # The values themselves are validated by `SamplingParams`.
 _Number = Annotated[Any, WithJsonSchema({"type": "number"})]
 _Integer = Annotated[Any, WithJsonSchema({"type": "integer"})]
+_Ids = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
+_Words = Annotated[
+    Any,
+    WithJsonSchema({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}),
+]
+_Biases = Annotated[
+    Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
+]
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
@@ -175,7 +191,20 @@ class GenerationParameters(RequestModel):
     top_k: _Integer = None
     top_p: _Number = None
     min_p: _Number = None
+    typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1")] = 1.0
     repetition_penalty: _Number = None
+    presence_penalty: _Number = None
+    frequency_penalty: _Number = None
+    logit_bias: _Biases = None
+    allowed_token_ids: _Ids = None
+    bad_words: Strings = []
+    bad_words_ids: _Words = None
+    suppress_tokens: _Ids = None
+    begin_suppress_tokens: _Ids = None
+    no_repeat_ngram_size: _Integer = None
+    min_new_tokens: FromZero = 0
+    min_tokens: FromZero = 0
+    min_length: FromZero = 0
     seed: _Integer = None
     stop: Strings = []
     stop_token_ids: TokenIds = []
@@ -200,15 +229,20 @@ class GenerationParameters(RequestModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     structural_tag: Union[dict[str, Any], str, None] = None
-    typical_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1")] = 1.0
-    """Only 1 where tokens are sampled."""
 
     def given_sampling(self) -> dict[str, Any]:
-        """The sampling parameters that the request has, by name; top_k -1 is off, as in vLLM."""
-        names = self.model_fields_set.intersection(SamplingParams.WIRE_NAMES)
+        """The sampling parameters that the request has, by name; top_k -1 is off, as in vLLM.
+
+        `bad_words` are text: `request` adds them.
+        """
+        names = self.model_fields_set.intersection(SamplingParams.WIRE_NAMES) - {"bad_words"}
         values = {name: getattr(self, name) for name in names}
         if values.get("top_k") == -1:
             del values["top_k"]
+        if self.typical_p == 1:
+            values.pop("typical_p", None)
+        if self.min_tokens:
+            values["min_new_tokens"] = max(self.min_tokens, self.min_new_tokens)
         return values
 
     def request(
@@ -221,12 +255,12 @@ class GenerationParameters(RequestModel):
         """The request that its sequences share. `more`: further fields of `GenerationRequest`.
 
         Raises:
-            UnsupportedParameterError: the stop strings are too many, or `typical_p` would have an effect.
-            RequestError: see `grammar_of`.
+            UnsupportedParameterError: the stop strings are too many.
+            RequestError: one of `bad_words` has no tokens, or see `grammar_of`.
         """
-        if self.typical_p != 1 and sampling.temperature > 0:
-            msg = "parameter 'typical_p' is not supported where tokens are sampled; leave it out"
-            raise UnsupportedParameterError(msg, param="typical_p")
+        if self.bad_words:
+            words = [ids for word in self.bad_words for ids in _spellings(word, context.tokenizer)]
+            sampling = replace(sampling, bad_words=tuple(words))
         if len(self.stop) > MAX_STOP_STRINGS:
             msg = f"{len(self.stop)} stop strings; expected at most {MAX_STOP_STRINGS}"
             raise UnsupportedParameterError(msg, param="stop")
@@ -250,6 +284,19 @@ class GenerationParameters(RequestModel):
         )
 
 
+def _spellings(word: str, tokenizer: Tokenizer) -> list[Ids]:
+    """The tokens of a word at the beginning of a text, and within one if the space before it makes another first token.
+
+    Source: vllm 002032ee, vllm/sampling_params.py, update_from_tokenizer.
+    """
+    word = word.lstrip()
+    first, other = (tuple(tokenizer.encode(space + word, special=False)) for space in ("", " "))
+    if not first:
+        msg = "bad_words has a word without tokens; expected words of the model"
+        raise RequestError(msg, param="bad_words")
+    return [first, other] if len(other) == len(first) and other[0] != first[0] else [first]
+
+
 def sampling_params(values: Mapping[str, Any], *, samples: bool = True) -> SamplingParams:
     """The sampling of `values`, with temperature 1 if they have none. Temperature 0 and not `samples` are greedy.
 
@@ -263,9 +310,12 @@ def sampling_params(values: Mapping[str, Any], *, samples: bool = True) -> Sampl
 
 
 def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that a model's generation_config.json has. A value that no request may have is left out."""
+    """The defaults that a model's generation_config.json has. A value that no request may have is left out.
+
+    Least lengths too, which may exceed a request's largest, and lists of tokens, which may not be the model's.
+    """
     found: dict[str, Any] = {}
-    for name in generation.keys() & set(SamplingParams.WIRE_NAMES) - {"seed"}:
+    for name in generation.keys() & set(_DEFAULTS):
         try:
             SamplingParams.from_mapping({name: generation[name]})
         except RequestError as error:  # noqa: PERF203

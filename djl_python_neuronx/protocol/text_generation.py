@@ -52,6 +52,7 @@ class Parameters(GenerationParameters):
     max_new_tokens: MaybeCount = 30
     return_full_text: Flag = False
     stop_sequences: Strings = Field(default=[])
+    bad_sequences: Strings = Field(default=[])
     stream: Flag = False
     decoder_input_details: Flag = False
     top_n_tokens: Annotated[
@@ -84,7 +85,7 @@ class Parameters(GenerationParameters):
         values = self.given_sampling()
         samples = self.do_sample
         if "do_sample" not in self.model_fields_set:
-            samples = self.typical_p != 1 or not values.keys() <= set(SamplingParams.GREEDY_NAMES)
+            samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
         return sampling_params(values, samples=samples)
 
 
@@ -245,6 +246,7 @@ def parsed_request(
     sampling, number = given.sampling, given.num_sequences
     _check_number(given, sampling, stream, shape)
     given.stop = given.stop + given.stop_sequences
+    given.bad_words = given.bad_words + given.bad_sequences
     given.ignore_eos = given.ignore_eos or given.ignore_eos_token
     keeps_tokens = given.details or (number > 1 and shape.ranks)
     common = given.request(

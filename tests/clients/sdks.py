@@ -300,7 +300,7 @@ def check_openai_errors(url: str, *, has_shape: bool = True) -> None:
     refused: list[tuple[type[openai.APIStatusError], dict[str, Any], str | None]] = [
         (openai.NotFoundError, {"model": "other"}, "model"),
         (openai.BadRequestError, {"messages": []}, "messages"),
-        (openai.BadRequestError, {"frequency_penalty": 1}, "frequency_penalty"),
+        (openai.BadRequestError, {"frequency_penalty": 3}, "frequency_penalty"),
         (openai.BadRequestError, {"messages": [{"role": "user", "content": [image]}]}, None),
         (openai.BadRequestError, {"messages": [{"role": "user", "content": "a " * 5000}]}, None),
     ]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
 from djl_python_neuronx.engine.detokenizer import TextStream
 from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.artifacts import tokenizer_folders as folders
 from tests.engine.steps import across_the_border
@@ -209,12 +210,12 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizers):
     assert (text, tokens[0].text) == (MADE["byte_level"].decode([40]), "")
 
 
-def cut(text, stops, include=False):
+def cut(text, stops, include=False, early=0):
     """The kept part of a text: up to the stop string that ends first, of those the longest; a plain search.
 
-    `include`: with the stop string.
+    `include`: with the stop string; `early`: characters in which none ends the text.
     """
-    for end in range(len(text) + 1):
+    for end in range(early + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end if include else end - max(map(len, found))], True
@@ -227,19 +228,23 @@ def cut(text, stops, include=False):
     sizes=st.lists(st.integers(1, 6)),
     reason=st.sampled_from([FinishReason.LENGTH, FinishReason.EOS]),
     include=st.booleans(),
+    least=st.sampled_from([0, 0, 1, 3, 9]),
 )
 @settings(max_examples=400, deadline=None)
 def test_stop_strings_cut_like_a_search_in_the_whole_text(
-    tokenizers, text, stops, sizes, reason, include
+    tokenizers, text, stops, sizes, reason, include, least
 ):
     made = MADE["byte_level"]
     ids = made.encode(text, add_special_tokens=False).ids
     if reason is FinishReason.EOS:
         ids.append(made.token_to_id("</s>"))
     assume(ids)
-    stream = TextStream(request_for([5], *stops, include_stop=include), tokenizers["byte_level"])
+    sampling = SamplingParams(min_new_tokens=least)
+    request = request_for([5], *stops, include_stop=include, sampling=sampling)
+    stream = TextStream(request, tokenizers["byte_level"])
     shown, tokens, last = summary(feed_all(stream, ids, sizes, reason))
-    expected, stopped = cut(text, stops, include)
+    early = len(made.decode(ids[:least]))
+    expected, stopped = cut(text, stops, include, early)
     assert shown == expected
     if not stopped:
         assert (last.finish_reason, len(tokens)) == (reason, len(ids))
@@ -247,7 +252,7 @@ def test_stop_strings_cut_like_a_search_in_the_whole_text(
     assert last.finish_reason is FinishReason.STOP
     assert last.num_generated_tokens == len(tokens)
     # The last listed token is the one that completed the stop string.
-    completed = [cut(made.decode(ids[:n]), stops)[1] for n in range(len(ids) + 1)]
+    completed = [cut(made.decode(ids[:n]), stops, early=early)[1] for n in range(len(ids) + 1)]
     assert len(tokens) == completed.index(True)
 
 

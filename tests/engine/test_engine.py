@@ -433,6 +433,18 @@ def test_who_waits_too_long_is_told_what_helps(facts: dict[str, Any], names: lis
         ({"prompt_ids": [2**63]}, RequestError, "the token id 9223372036854775808; expected"),
         ({"max_new_tokens": 0}, RequestError, "max_new_tokens is 0"),
         ({"adapter": 1}, UnsupportedParameterError, "adapter 1"),
+        *(
+            ({"sampling": SamplingParams(**fields)}, RequestError, says)  # type: ignore[arg-type]
+            for fields, says in (
+                ({"min_new_tokens": 6}, "min_new_tokens is 6, max_new_tokens is 5; lower"),
+                ({"logit_bias": ((5, 1.0), (300, 1.0))}, "logit_bias has 300; expected ids of"),
+                ({"allowed_token_ids": (5, 2**70)}, "allowed_token_ids has 11805916207174113034"),
+                ({"bad_words_ids": ((5, 300),)}, "bad_words_ids has 300; expected ids of the mod"),
+                ({"bad_words": ((5,), (6, 301))}, "bad_words has 301; expected ids of the model"),
+                ({"suppress_tokens": (300,)}, "suppress_tokens has 300; expected ids of the mod"),
+                ({"begin_suppress_tokens": (300,)}, "begin_suppress_tokens has 300; expected id"),
+            )
+        ),
         ({"stop_token_ids": frozenset({2, 300})}, RequestError, "300; expected.*from 0 to 299"),
         ({"stop_token_ids": frozenset({2**40})}, RequestError, "expected ids of the model"),
         ({"stop_token_ids": frozenset({-1})}, RequestError, "expected ids of the model"),
@@ -545,6 +557,9 @@ ON_HOST: list[dict[str, object]] = [
     {"sampling": SamplingParams(seed=3)},
     {"sampling": SamplingParams(temperature=2.0, seed=4)},
     {"sampling": SamplingParams(temperature=2.0, top_k=65, seed=5, repetition_penalty=3.0)},
+    {"sampling": SamplingParams(frequency_penalty=0.5, suppress_tokens=(5, 6, 7))},
+    {"sampling": SamplingParams(temperature=2.0, top_k=60, seed=6, typical_p=0.5)},
+    {"sampling": SamplingParams(min_new_tokens=1)},
 ]
 
 

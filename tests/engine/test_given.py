@@ -13,6 +13,7 @@ import pytest
 from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import check, sampled_on_host
+from djl_python_neuronx.engine.masks import constraints_of
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.errors import RequestError
@@ -29,6 +30,16 @@ PARAMETERS = (
     SamplingParams(temperature=0.8, seed=11),
     SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=3),
     SamplingParams(temperature=1.2, repetition_penalty=1.6, seed=5),
+    SamplingParams(presence_penalty=1.0, frequency_penalty=1.5, logit_bias=((7, 5.0), (8, 5.5))),
+    SamplingParams(
+        temperature=0.5,
+        seed=7,
+        typical_p=0.9,
+        allowed_token_ids=tuple(range(10, 20)),
+        bad_words=((12, 13), (14,)),
+        no_repeat_ngram_size=2,
+        begin_suppress_tokens=(15,),
+    ),
 )
 SPEC = replace(TOY_SPEC, prefill_buckets=(4, 8), eos_ids=frozenset())
 VERIFIES = replace(SPEC, num_speculative_tokens=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
@@ -57,7 +68,8 @@ def alone(one: GenerationRequest, spec: ModelSpec) -> list[int]:
     """The tokens of a request in a plain loop: the logits of all tokens so far, and the next one drawn from them."""
     on_device = Want.TOKENS in spec.outputs and not sampled_on_host(one, spec)
     sampler = Sampler(1, spec.vocab_size)
-    sampler.assign(0, one.sampling, one.prompt_ids, one.sampling.seed or 0)
+    constraints = constraints_of(one.sampling, one.prompt_ids, (), spec.vocab_size)
+    sampler.assign(0, one.sampling, one.prompt_ids, one.sampling.seed or 0, (), constraints)
     ids = [*one.prompt_ids]
     for position in range(len(ids), len(ids) + LENGTH):
         logits = toy_logits(np.array(ids), spec.vocab_size)

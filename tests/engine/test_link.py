@@ -67,8 +67,11 @@ def crossed(send: Callable[[Link], None]) -> Any:
 
 
 SAMPLING = SamplingParams(
-    temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=2**64 - 1
-)
+    temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, seed=2**64 - 1,
+    typical_p=0.25, presence_penalty=0.5, frequency_penalty=-2, logit_bias=((5, 1.5), (6, -100)),
+    allowed_token_ids=(5, 6), bad_words=((5,), (6, 7)), bad_words_ids=((8,),), suppress_tokens=(9,),
+    begin_suppress_tokens=(10, 11), no_repeat_ngram_size=3, min_new_tokens=4, min_length=12,
+)  # fmt: skip
 REQUESTED = EngineRequest(
     "a", [5, 6], SAMPLING, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
     scores_prompt=3, adapter=1, seed=3, given_ids=[7, 8], cache_salt="b", grammar="start: /a/",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.masks import UInt32Array
 from djl_python_neuronx.engine.native import LIBRARY
 from djl_python_neuronx.engine.sampler import NO_TOKEN, NONE_ALLOWED, Sampler
+from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.types import FinishReason
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
+from tests.engine.steps import assert_clean, request, run, tokens
 
 
 class Ascending:
@@ -76,3 +83,40 @@ def test_a_mask_that_leaves_nothing_differs_from_logits_that_are_no_distribution
     found = sampler.sample(logits, np.arange(4, dtype=np.int32), np.zeros(4, np.int32))
     # Token 50 of the first is not allowed.
     assert found.tolist() == [0, NONE_ALLOWED, NO_TOKEN, 0]
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_request_whose_rules_exclude_all_tokens_fails_alone(at: int) -> None:
+    backend = ToyBackend()
+    engine = Engine(backend)
+    for name, prompt in (("before", [5, 6]), ("bad", [7, 8]), ("after", [9])):
+        sampling = SamplingParams()
+        if name == "bad":
+            allowed = (7, 8, 9, 10, 11)[: at + 2]
+            sampling = SamplingParams(allowed_token_ids=allowed, no_repeat_ngram_size=1)
+        engine.add(request(name, prompt, 9, sampling=sampling, ignore_eos=True))
+    found = run(engine)
+    assert tokens(found["before"]) == expected([5, 6], 9)
+    assert tokens(found["after"]) == expected([9], 9)
+    assert sorted(tokens(found["bad"])) == [9, 10, 11][:at]
+    assert found["bad"][-1].finish_reason is FinishReason.ERROR
+    assert isinstance(found["bad"][-1].error, RequestError)
+    assert "the request's rules exclude each one" in str(found["bad"][-1].error)
+    assert_clean(engine, backend)
+
+
+@pytest.mark.parametrize("fields", [{"min_new_tokens": 4}, {"min_length": 6}])
+def test_neither_eos_nor_stop_tokens_come_before_the_least_number(fields: dict[str, int]) -> None:
+    """Both are the likeliest, always; as far as they may not come, the next likely token does."""
+    ends = {2: 90.0, 77: 80.0}
+    spec = replace(TOY_SPEC, eos_ids=frozenset({2}))
+    for ignore_eos, last in ((False, 2), (True, 77)):
+        engine = Engine(ToyBackend(spec))
+        sampling = SamplingParams(logit_bias=(*ends.items(), (99, 70.0)), **fields)
+        stops = frozenset({77})
+        engine.add(
+            request("a", [5, 6], 9, sampling=sampling, stop_token_ids=stops, ignore_eos=ignore_eos)
+        )
+        found = run(engine)["a"]
+        wanted = [99, 99, 99, 99, 2] if not ignore_eos else [99, 99, 99, 99, 2, 2, 2, 2, 2]
+        assert tokens(found) == wanted, last

@@ -26,6 +26,7 @@ from djl_python_neuronx.engine import native
 from djl_python_neuronx.engine.masks import UInt32Array
 from djl_python_neuronx.engine.sampler import Float32Array, Int32Array, Sampler
 from djl_python_neuronx.sampling import SamplingParams
+from tests.test_sampling import EXCLUDING
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = (np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e-45, -0.0)
@@ -40,6 +41,13 @@ RULES = {
     "top_k": st.sampled_from([0, 0, 1, 2, 3, 50, 300, 1024, 5000]) | st.integers(0, 40),
     "top_p": one_of(1, 1, 0.9, 0.5, 0.01, 1e-300, min_value=1e-9, max_value=1),
     "min_p": one_of(0, 0, 0.05, 1, min_value=0, max_value=1),
+    "typical_p": one_of(1, 1, 0.95, 0.5, 0.01, 1e-300, min_value=1e-9, max_value=1),
+    "presence_penalty": one_of(0, 0, 2, -2, min_value=-2, max_value=2),
+    "frequency_penalty": one_of(0, 0, 0.5, -2, min_value=-2, max_value=2),
+    "logit_bias": st.just(())
+    | st.dictionaries(st.integers(0, 0), one_of(-100, 100, 1e300, min_value=-5, max_value=5)).map(
+        lambda found: tuple(found.items())
+    ),
     "repetition_penalty": one_of(1, 1, 1.1, 5, 0.5, 1e30, 1e-30, min_value=0.5, max_value=2),
 }
 PARAMS = st.builds(SamplingParams, **RULES)
@@ -166,7 +174,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_each_parameter_is_compared() -> None:
-    assert {*RULES, "seed"} == set(SamplingParams.WIRE_NAMES)
+    constraints = {name for fields in EXCLUDING for name in fields}
+    assert {*RULES, *constraints, "seed"} == set(SamplingParams.WIRE_NAMES)
 
 
 def test_the_kernel_is_where_a_build_puts_it() -> None:
@@ -183,9 +192,9 @@ def test_the_same_tokens(case: Case, libraries: dict[str, Path]) -> None:
 
 
 def test_many_draws_of_each_combination(libraries: dict[str, Path]) -> None:
-    """Where a rule cuts between two tokens, and where their sums are rounded: 240 draws of each."""
-    rules = product((1.0, 0.3), (0, 5, 2000), (1.0, 0.95, 0.3), (0.0, 0.1), (1.0, 1.2))
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    """Where a rule cuts between two tokens, and where their sums are rounded: 120 draws of each."""
+    rules = product((1.0, 0.3), (0, 5, 2000), (1.0, 0.95, 0.3), (0.0, 0.1), (1.0, 0.7), (1.0, 1.2))
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
     for values in rules:
         params = SamplingParams(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
         logits = np.random.default_rng(3).standard_normal((1, 4099), np.float32).repeat(60, axis=0)
@@ -195,7 +204,7 @@ def test_many_draws_of_each_combination(libraries: dict[str, Path]) -> None:
             sampler = Sampler(60, 4099, library=library)
             for slot in slots.tolist():
                 sampler.assign(slot, params, range(0, 4099, 5), slot)
-            steps = [sampler.sample(logits, slots, slots + 60 * step) for step in range(4)]
+            steps = [sampler.sample(logits, slots, slots + 60 * step) for step in range(2)]
             drawn[library] = np.concatenate(steps)
         first, second = drawn.values()
         assert np.array_equal(first, second), params

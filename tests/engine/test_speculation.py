@@ -39,6 +39,8 @@ PARAMETERS = (
     SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=3),
     SamplingParams(temperature=0.7, repetition_penalty=1.4, seed=5),
     SamplingParams(repetition_penalty=1.7),
+    SamplingParams(frequency_penalty=2, no_repeat_ngram_size=3, suppress_tokens=(*range(30, 300),)),
+    SamplingParams(temperature=0.9, presence_penalty=2.0, bad_words_ids=((5,), (6, 7)), seed=4),
 )
 
 

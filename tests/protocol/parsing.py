@@ -14,6 +14,38 @@ from djl_python_neuronx.protocol.base import (
 )
 from tests.doubles.toy_tokenizer import TOKENIZER
 
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 7,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "typical_p": 0.8,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -1.5,
+    "logit_bias": {"5": -100, "299": 2.5},
+    "allowed_token_ids": [5, 6, 299],
+    "bad_words": ["<5><6>", " <7>"],
+    "bad_words_ids": [[8, 9], [10]],
+    "suppress_tokens": [11],
+    "begin_suppress_tokens": [12, 13],
+    "no_repeat_ngram_size": 3,
+    "min_new_tokens": 2,
+    "min_length": 1,
+    "seed": 11,
+}
+"""Every sampling parameter as a request has it; `SAMPLED` is what becomes of it."""
+SAMPLED: dict[str, Any] = {
+    **SAMPLING,
+    "logit_bias": ((5, -100), (299, 2.5)),
+    "allowed_token_ids": (5, 6, 299),
+    # The toy's tokenizer makes a token of a space, so words within a text are longer: vLLM leaves those out.
+    "bad_words": ((5, 6), (7,)),
+    "bad_words_ids": ((8, 9), (10,)),
+    "suppress_tokens": (11,),
+    "begin_suppress_tokens": (12, 13),
+}
+
 
 def parse(payload: object, **context: Any) -> ParsedRequest:
     body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()

@@ -29,7 +29,7 @@ from djl_python_neuronx.protocol.base import (
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.doubles.toy_tokenizer import TOKENIZER
-from tests.protocol.parsing import parse
+from tests.protocol.parsing import SAMPLED, SAMPLING, parse
 
 
 def with_parameters(**parameters: Any) -> ParsedRequest:
@@ -86,17 +86,9 @@ def test_when_it_samples(parameters: dict[str, Any], temperature: float) -> None
 
 
 def test_every_parameter_arrives() -> None:
-    sampling = {
-        "temperature": 0.5,
-        "top_k": 7,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "seed": 11,
-    }
-    assert set(sampling) == set(SamplingParams.WIRE_NAMES)
+    assert set(SAMPLING) == set(SamplingParams.WIRE_NAMES)
     request = with_parameters(
-        **sampling,
+        **SAMPLING,
         do_sample=True,
         max_new_tokens=3,
         stop=["a"],
@@ -122,7 +114,7 @@ def test_every_parameter_arrives() -> None:
     assert same == {"adapter", "client_id", "given_ids", "prompt_name", "seed"}, (
         "give the others another value"
     )
-    assert vars(request.sampling) == sampling
+    assert vars(request.sampling) == SAMPLED
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
     assert request.stop_token_ids == {4, 5}
@@ -270,7 +262,7 @@ def test_an_empty_body_has_the_shape_of_its_path() -> None:
         ({"num_beams": 2}, "'num_beams' is not supported"),
         ({"top_n_tokens": 21}, "'top_n_tokens' is 21; expected an integer from 0 to 20"),
         ({"adapter_id": "a"}, "'adapter_id' is not supported"),
-        ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported"),
+        ({"frequency_penalty": 3}, "frequency_penalty is 3; expected a number from -2 to 2"),
         ({"decoder_input_details": True, "stream": True}, "not answered by a stream"),
         ({"truncation_side": "top"}, '\'truncation_side\' is a string; expected "left" or "right"'),
         ({"length_penalty": 0.5}, "'length_penalty' is not supported"),

@@ -42,6 +42,7 @@ from djl_python_neuronx.types import (
 )
 from tests.doubles.toy_backend import TOY_SPEC
 from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
+from tests.protocol.parsing import SAMPLED, SAMPLING
 from tests.protocol.wire_schemas import SCHEMAS
 
 USER = {"role": "user", "content": "<5><6>"}
@@ -181,17 +182,9 @@ def test_what_a_missing_parameter_means() -> None:
 
 @BOTH
 def test_every_parameter_arrives(body: Any) -> None:
-    sampling = {
-        "temperature": 0.5,
-        "top_k": 7,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "seed": 11,
-    }
     request = parse(
         body(
-            **sampling,
+            **SAMPLING,
             max_tokens=3,
             stop="a",
             stop_token_ids=[4, 5],
@@ -201,7 +194,7 @@ def test_every_parameter_arrives(body: Any) -> None:
             truncate_prompt_tokens=2,
         )
     ).request
-    assert vars(request.sampling) == sampling
+    assert vars(request.sampling) == SAMPLED
     assert (request.max_new_tokens, request.max_seconds) == (3, 2.5)
     assert (request.stop_strings, request.stop_token_ids) == (("a",), {4, 5})
     assert request.include_stop
@@ -397,11 +390,41 @@ def test_the_log_has_a_bounded_number_of_ignored_fields(
 
 
 @BOTH
-def test_typical_p_is_refused_where_tokens_are_sampled(body: Any) -> None:
-    assert parse(body(typical_p=0.5, temperature=0)).requests
-    with pytest.raises(UnsupportedParameterError, match="'typical_p' is not supported") as caught:
-        parse(body(typical_p=0.5))
-    assert caught.value.param == "typical_p"
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"typical_p": 0}, "'typical_p' is 0; expected a number above 0, up to 1"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5; expected a number from -2 to 2"),
+        ({"frequency_penalty": "1"}, "frequency_penalty is a string"),
+        ({"logit_bias": {"a": 1}}, "logit_bias has 1 values; expected an object of at most 1024"),
+        ({"logit_bias": {"5": None}}, "logit_bias has 1 values"),
+        ({"logit_bias": 3}, "logit_bias is 3; expected an object"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 values"),
+        ({"allowed_token_ids": []}, "allowed_token_ids has 0 values; expected a list of 1 to 1024"),
+        ({"bad_words": [" "]}, "bad_words has a word without tokens"),
+        ({"bad_words": ["x"] * 65}, "'bad_words' has 65 values; expected at most 64"),
+        ({"bad_words": ["x" * 999, "y" * 26]}, "bad_words has 2 values; expected words of at most"),
+        ({"bad_words_ids": [5]}, "bad_words_ids has 1 values; expected a list of lists"),
+        ({"suppress_tokens": [5, "6"]}, "suppress_tokens has 2 values"),
+        ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size is 65; expected an integer from 0"),
+        ({"min_tokens": -1}, "'min_tokens' is -1; expected an integer of at least 0"),
+        ({"min_new_tokens": 2**31}, "min_new_tokens is 2147483648; expected an integer >= 0"),
+    ],
+)
+def test_values_of_rules_that_are_refused(body: Any, fields: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        parse(body(**fields))
+    assert caught.value.param == next(iter(fields))
+
+
+@BOTH
+def test_names_of_the_same_rule(body: Any) -> None:
+    for fields in (
+        {"min_tokens": 7},
+        {"min_new_tokens": 7},
+        {"min_tokens": 7, "min_new_tokens": 3},
+    ):
+        assert parse(body(**fields)).request.sampling.min_new_tokens == 7
 
 
 def test_how_a_template_is_rendered() -> None:

@@ -415,6 +415,7 @@ def test_a_recorded_request_gets_its_answer(
         ):
             assert reason in ({"eos_token", "stop"} if tokens[-1] == 2 else {"length"})
         assert not found.num_tokens or sum(found.num_tokens) == sum(map(len, generated))
+    assert expect.get("texts", found.texts) == found.texts
     assert len(found.texts) == expect.get("choices", len(found.texts))
     assert expect.get("finish", found.finish_reasons) == found.finish_reasons
     assert expect.get("prompt_tokens", found.num_prompt_tokens) == found.num_prompt_tokens

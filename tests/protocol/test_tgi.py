@@ -206,7 +206,7 @@ def test_the_best_sequence_has_the_most_likely_tokens() -> None:
         ({"inputs": ""}, "inputs is an empty string"),
         ({"inputs": ["<5>"]}, "inputs is a list"),
         ({"inputs": "<5>", "parameters": {"temperature": 0}}, "temperature is 0"),
-        ({"inputs": "<5>", "parameters": {"typical_p": 0.5}}, "'typical_p' is not supported"),
+        ({"inputs": "<5>", "parameters": {"typical_p": 1.5}}, "'typical_p' is 1.5; expected a"),
         ({"inputs": "<5>", "adapters": "a"}, "unknown field 'adapters'"),
     ],
 )
