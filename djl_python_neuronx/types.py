@@ -54,6 +54,10 @@ class EngineRequest:
     given_ids: Annotated[Sequence[int], SkipValidation] = ()
     """The first generated tokens, which an engine gave before: the sequence goes on behind them. They count in all that
     counts generated tokens, and no output has them."""
+    priority: int = 0
+    """Requests with a lower number get their slots first."""
+    client: str = ""
+    """The client, if clients take turns; none of its names or keys."""
     cache_salt: str = ""
     """Requests with the same one, and with the same adapter, share what the cache has of their prompts."""
     grammar: str | None = None

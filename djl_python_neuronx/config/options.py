@@ -287,6 +287,15 @@ class BatchingOptions(OptionGroup):
     max_waiting: Annotated[Count, Option()] = 1000
     """Requests that may wait for a slot of one copy (`replicas`); any further request gets 503. 1000 is the length of
     DJL Serving's own queue."""
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], Lower, Option()] = "fcfs"
+    """Order in which waiting requests get slots: `fcfs`, as they came; `priority`, those with the lowest number in
+    their field `priority` first, and as they came among equals. Any client can then overtake the others: set it where
+    all are trusted, or where a gateway writes the field."""
+    fairness_key: Annotated[Literal["api_key", "user"] | None, Lower, Option()] = None
+    """Clients take turns for free slots, and the more requests wait, the fewer one client may have: as many as there is
+    still room for, or as there are slots. A client is who sends an API key (`api_key`), or a name in the request
+    (`user`: docs/protocols.md), which clients choose themselves: let a gateway write it. Requests without one are
+    one client's. Unset: all are."""
     decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""

@@ -176,7 +176,6 @@ NEUTRAL: Final = {
             "response_role": "assistant",
             "runner": "auto generate",
             "safetensors_load_strategy": "lazy",
-            "scheduling_policy": "fcfs",
             "seed": "0",
             "ssl_cert_reqs": "0",
             "stream_interval": "1",

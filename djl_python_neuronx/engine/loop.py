@@ -182,7 +182,7 @@ class EngineLoop:
                 raise BackendUnavailableError(STOPPING)
             if (death := self._load()) is not None:
                 raise death.error
-        self.streams.most += self.spec.num_slots
+        self.streams.num_slots = self.spec.num_slots
         self.streams.connect(self._engine.link)
         for thread in self._threads:
             thread.start()

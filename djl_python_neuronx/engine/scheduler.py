@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -67,14 +67,16 @@ class Batch:
 
 
 class WaitingQueue:
-    """The sequences that wait for a slot. Each slot goes to the request that came, or had its last turn, longest ago.
+    """The sequences that wait for a slot, the ones with the lowest `priority` first.
 
-    So a request of many sequences delays each of the others by one of them at a time. A sequence that leaves without a
-    slot takes nobody's turn.
+    Among these each slot goes to the client, and to that request of it, that came, or had its last turn, longest ago.
+    So a client of many requests, and a request of many sequences, delays each of the others by one sequence at a time.
+    A sequence that leaves without a slot takes nobody's turn.
     """
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        self._clients: dict[int, OrderedDict[str, OrderedDict[str, deque[Sequence]]]] = {}
+        """By priority, client and request."""
         self._num_sequences = 0
 
     def __len__(self) -> int:
@@ -82,36 +84,55 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they get slots, if no request comes or leaves meanwhile."""
-        turns = deque(map(iter, self._requests.values()))
-        while turns:
-            sequences = turns.popleft()
-            for sequence in sequences:
-                yield sequence
-                turns.append(sequences)
-                break
+        for priority in sorted(self._clients):
+            clients = self._clients[priority].values()
+            yield from _by_turns(_by_turns(map(iter, requests.values())) for requests in clients)
 
     @property
     def head(self) -> Sequence:
         """The sequence that gets the next slot."""
-        return next(iter(self._requests.values()))[0]
+        return next(iter(self))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence behind those of its request, or its request behind all others."""
-        self._requests.setdefault(sequence.request.group, deque()).append(sequence)
+        """Add a sequence behind those of its request, or its request behind all others of its client, or its client."""
+        request = sequence.request
+        clients = self._clients.setdefault(request.priority, OrderedDict())
+        requests = clients.setdefault(request.client, OrderedDict())
+        requests.setdefault(request.group, deque()).append(sequence)
         self._num_sequences += 1
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a sequence that gets a slot: this was its request's turn."""
-        self._requests.move_to_end(sequence.request.group)
+        """Remove a sequence that gets a slot: this was the turn of its client and of its request."""
+        request = sequence.request
+        clients = self._clients[request.priority]
+        clients[request.client].move_to_end(request.group)
+        clients.move_to_end(request.client)
         self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
-        group = sequence.request.group
-        self._requests[group].remove(sequence)
+        request = sequence.request
+        clients = self._clients[request.priority]
+        requests = clients[request.client]
+        requests[request.group].remove(sequence)
         self._num_sequences -= 1
-        if not self._requests[group]:
-            del self._requests[group]
+        if not requests[request.group]:
+            del requests[request.group]
+        if not requests:
+            del clients[request.client]
+        if not clients:
+            del self._clients[request.priority]
+
+
+def _by_turns(queues: Iterable[Iterator[Sequence]]) -> Iterator[Sequence]:
+    """Yield a sequence of each queue in turn, until all are empty."""
+    turns = deque(queues)
+    while turns:
+        queue = turns.popleft()
+        for sequence in queue:
+            yield sequence
+            turns.append(queue)
+            break
 
 
 class SlotPool:

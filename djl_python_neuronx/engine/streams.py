@@ -247,11 +247,12 @@ class Observer(Protocol):
 class StreamRegistry:
     """Open requests of one copy: those that its engine has, or that wait for it. Thread-safe."""
 
-    def __init__(self, most: int, lock: threading.Condition) -> None:
+    def __init__(self, max_waiting: int, lock: threading.Condition) -> None:
         self.closed: ServingError | None = None
         """The error for which no request is accepted any more; None while there is or will be an engine."""
-        self.most = most
-        """Requests that may be open."""
+        self.num_slots = 0
+        """Slots of the engine, once one has been loaded."""
+        self._max_waiting = max_waiting
         self.link: Link | None = None
         """To the engine; None while none is ready."""
         self.lock = lock
@@ -263,6 +264,11 @@ class StreamRegistry:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def most(self) -> int:
+        """Requests that may be open."""
+        return self._max_waiting + self.num_slots
 
     @property
     def alive(self) -> bool:
@@ -284,7 +290,7 @@ class StreamRegistry:
 
         Raises:
             BackendUnavailableError: nothing is accepted any more.
-            QueueFullError: there is no room for them among the open ones.
+            QueueFullError: there is no room for them among the open ones, or for more of their client.
             RequestError: there are more than may ever be open, or an id is in use.
         """
         if len(streams) > self.most:
@@ -293,18 +299,28 @@ class StreamRegistry:
         with self.lock:
             if self.closed is not None:
                 raise BackendUnavailableError(str(self.closed)) from self.closed
-            if len(self._open) + len(streams) > self.most:
-                msg = (
-                    f"{len(self._open)} requests are running or waiting, of at most {self.most}: no room for "
-                    f"{len(streams)} more. Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
-                )
-                raise QueueFullError(msg)
-            added = {stream.request.request_id: stream for stream in streams}
-            if used := added.keys() & self._open.keys():
+            self._check_room(streams[0].request.client, len(streams))
+            if used := {stream.request.request_id for stream in streams} & self._open.keys():
                 msg = f"request id {min(used)!r} is already in use; send another"
                 raise RequestError(msg)
-            self._open.update(added)
-            self._send(streams)
+            self._add(streams)
+
+    def _check_room(self, client: str, count: int) -> None:
+        """Refuse more requests than there is room for. The less room is left, the fewer one client may have.
+
+        Raises:
+            QueueFullError: there is no room.
+        """
+        room, of_client = self.most - len(self._open), ""
+        if client:
+            own = sum(stream.request.client == client for stream in self._open.values())
+            room, of_client = min(room, max(self.num_slots, room) - own), f", {own} of this client"
+        if count > room:
+            msg = (
+                f"{len(self._open)} requests are running or waiting{of_client}, of at most {self.most}: no room for "
+                f"{count} more. Retry later, or raise option.max_waiting or option.max_rolling_batch_size"
+            )
+            raise QueueFullError(msg)
 
     def adopt(self, streams: Sequence[Stream], other: StreamRegistry) -> bool:
         """Take open requests from another copy, all or none. False: they stay there, because there is no room."""
@@ -313,7 +329,7 @@ class StreamRegistry:
                 return False
             for stream in streams:
                 other.end(stream.request.request_id)
-            self.open(streams)
+            self._add(streams)
             return True
 
     def end(self, request_id: str, *, abort: bool = True) -> Stream | None:
@@ -341,6 +357,10 @@ class StreamRegistry:
         """True once no stream is open; False after `timeout_s`."""
         with self.lock:
             return self.lock.wait_for(lambda: not self._open, timeout_s)
+
+    def _add(self, streams: Sequence[Stream]) -> None:
+        self._open.update({stream.request.request_id: stream for stream in streams})
+        self._send(streams)
 
     def _send(self, streams: Iterable[Stream]) -> None:
         if self.link is not None:

@@ -26,7 +26,7 @@ _FIELDS = """
 [false] | return_token_ids return_token_offsets return_tokens_as_token_ids token_healing use_audio_in_video
 [false] | use_beam_search watermark watermarking
 [true] | detokenize include_reasoning return_mm_kwargs separate_reasoning stream_reasoning use_cache
-[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha priority
+[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha
 [0] | routed_experts_prompt_start routed_experts_start_len
 [1] | best_of encoder_repetition_penalty guidance_scale length_penalty num_beam_groups num_beams num_return_sequences
 [1] | stream_interval
@@ -44,7 +44,7 @@ _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 """Field to the one beside it that switches it off with "none"."""
 _NO_EFFECT = (
     "custom_labels guided_decoding_backend metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
-    "prompt_cache_retention request_id rid safety_identifier service_tier session_id store tool_prompt user"
+    "prompt_cache_retention request_id rid service_tier session_id store tool_prompt"
 )
 NEUTRAL: Mapping[str, Sequence[object]] = {
     name: orjson.loads(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import reprlib
 from collections.abc import Mapping
@@ -55,6 +56,7 @@ _DEFAULTS = (
 )
 """Sampling parameters that a model's generation_config.json sets."""
 
+_LARGEST = 2**31 - 1
 EXPECTED = "expected"
 """Type of a validator's error whose text is what was expected."""
 
@@ -211,6 +213,12 @@ class GenerationParameters(RequestModel):
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf
+    priority: Annotated[
+        int, Field(ge=-_LARGEST, le=_LARGEST, description="an integer of 32 bits")
+    ] = 0
+    user: Any = None
+    safety_identifier: Any = None
+    """Who sends it, OpenAI's fields: the second is the newer name. Without effect unless they share out the slots."""
     cache_salt: Annotated[str, Field(description="a string")] = ""
     truncation_side: Annotated[Literal["left", "right"], Field(description='"left" or "right"')] = (
         "left"
@@ -274,6 +282,8 @@ class GenerationParameters(RequestModel):
             ignore_eos=self.ignore_eos,
             grammar=grammar_of(self, context.tokenizer),
             max_seconds=self.max_time,
+            priority=self._priority(context.options),
+            client=self._client(context),
             cache_salt=self.cache_salt,
             skips_special=self.skip_special_tokens,
             spaces_special=self.spaces_between_special_tokens,
@@ -282,6 +292,24 @@ class GenerationParameters(RequestModel):
             protocol=protocol,
             **more,
         )
+
+    def _priority(self, options: ServingOptions) -> int:
+        if self.priority and options.scheduling_policy != "priority":
+            msg = (
+                f"parameter 'priority' is {self.priority}, and this deployment serves requests as they come; leave it "
+                "out, or set option.scheduling_policy=priority"
+            )
+            raise UnsupportedParameterError(msg, param="priority")
+        return self.priority
+
+    def _client(self, context: ParseContext) -> str:
+        """The client in a form that shows no key."""
+        if context.options.fairness_key is None:
+            return ""
+        name = self.safety_identifier or self.user
+        if context.options.fairness_key == "api_key":
+            name = context.headers.get("authorization")
+        return hashlib.sha256(str(name).encode(errors="replace")).hexdigest()[:16]
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[Ids]:

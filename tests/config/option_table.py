@@ -279,6 +279,8 @@ BATCHING = {
     "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "resume_requests": flag(),
     "max_waiting": count(),
+    "scheduling_policy": choice("fcfs", "priority"),
+    "fairness_key": Row((("api_key", "api_key"), ("USER", "user"), *NONE), ("", "key", 7, True)),
     "decode_interleave": count(),
     "enable_prefix_caching": optional_flag(),
     "native_sampling": flag(env=("DJL_NEURONX_NATIVE",)),

@@ -53,6 +53,7 @@ TAKEN = {
     "quantize": ("fp8", "quantize", "static_fp8"),
     "revision": ("v1", "revision", "v1"),
     "sequence_length": ("512", "n_positions", 512),
+    "scheduling_policy": ("priority", "scheduling_policy", "priority"),
     "served_model_name": ("chat", "model_name", ("chat",)),
     "task": ("text-generation", "task", "text-generation"),
     "tensor_parallel_size": ("8", "tensor_parallel_degree", 8),

@@ -21,8 +21,8 @@ from tests.doubles.toy_backend import TOY_SPEC
 from tests.effort import examples
 
 
-def sequence(name: str, prompt_len: int, arrived_s: float = 0.0) -> Sequence:
-    request = GenerationRequest(name, [1] * prompt_len)
+def sequence(name: str, prompt_len: int, arrived_s: float = 0.0, **fields: object) -> Sequence:
+    request = GenerationRequest(name, [1] * prompt_len, **fields)  # type: ignore[arg-type]
     made = Sequence(request, replace(TOY_SPEC, max_model_len=128, eos_ids=frozenset()))
     made.arrived_s = arrived_s
     return made
@@ -92,35 +92,48 @@ def test_first_come_first_served_one_prefill_at_a_time() -> None:
     assert names(run(scheduler)) == ["a", "b"]
 
 
-def turns(waiting: list[Sequence], since: dict[str, int]) -> list[Sequence]:
-    """The order of slots: each goes to the request that came, or had its last turn, longest ago (`since`)."""
+def owners(one: Sequence) -> tuple[tuple[int | str, ...], ...]:
+    """Those who take turns over a sequence: its client, and its request."""
+    of_client = (one.request.priority, one.request.client)
+    return of_client, (*of_client, one.request.group)
+
+
+def turns(waiting: list[Sequence], since: dict[tuple[int | str, ...], int]) -> list[Sequence]:
+    """The order of slots: each goes to the lowest priority, then to the client, then to the request that came, or had
+    its last turn, longest ago (`since`)."""
     left, since, order = waiting.copy(), since.copy(), list[Sequence]()
     while left:
-        order.append(min(left, key=lambda one: since[one.request.group]))
+        order.append(
+            min(left, key=lambda one: (one.request.priority, *map(since.get, owners(one))))
+        )
         left.remove(order[-1])
-        since[order[-1].request.group] = 1000 + len(order)
+        since.update(dict.fromkeys(owners(order[-1]), 1000 + len(order)))
     return order
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
-def test_requests_take_turns_over_their_sequences(data: st.DataObject) -> None:
+def test_clients_and_requests_take_turns_over_their_sequences(data: st.DataObject) -> None:
     """A sequence that leaves without a slot takes nobody's turn."""
-    queue, waiting, since = WaitingQueue(), list[Sequence](), dict[str, int]()
+    queue, waiting, since = WaitingQueue(), list[Sequence](), dict[tuple[int | str, ...], int]()
     for i in range(30):
         action = data.draw(st.sampled_from(["add", "add", "take", "remove"]), "action")
         if action == "add":
-            one = sequence(f"{data.draw(st.sampled_from('abcd'), 'request')}.{i}", 4)
+            name = data.draw(st.sampled_from("abcdef"), "request")
+            one = sequence(
+                f"{name}.{i}", 4, client="x" if name in "ab" else "", priority=int(name in "ef")
+            )
             queue.add(one)
             waiting.append(one)
-            since.setdefault(one.request.group, i)
+            for owner in owners(one):
+                since.setdefault(owner, i)
         elif waiting:
             one = queue.head if action == "take" else data.draw(st.sampled_from(waiting))
             getattr(queue, action)(one)
             waiting.remove(one)
             if action == "take":
-                since[one.request.group] = i
-            since = {each.request.group: since[each.request.group] for each in waiting}
+                since.update(dict.fromkeys(owners(one), i))
+            since = {owner: since[owner] for each in waiting for owner in owners(each)}
         assert list(queue) == turns(waiting, since)
         assert len(queue) == len(waiting)
 

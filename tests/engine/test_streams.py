@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.streams import MAX_SUNK_DELTAS, AsyncQueue, Generation
-from djl_python_neuronx.errors import StepError
-from djl_python_neuronx.types import FinishReason
+from djl_python_neuronx.engine.streams import (
+    MAX_SUNK_DELTAS,
+    AsyncQueue,
+    Generation,
+    Stream,
+    StreamRegistry,
+)
+from djl_python_neuronx.errors import QueueFullError, StepError
+from djl_python_neuronx.types import FinishReason, GenerationRequest
+from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.processes import PATIENCE_S
 
 LAST = FinishReason.LENGTH
@@ -139,3 +147,20 @@ def test_deltas_for_an_event_loop_that_is_closed_end_their_requests() -> None:
     for name in "bc":
         queue.deliver([delta(name, "1")])
     assert aborted == ["a", "b", "c"]
+
+
+def test_the_fuller_the_queue_the_fewer_requests_one_client_may_have() -> None:
+    """As many as there is room for beside them, or as there are slots."""
+    streams = StreamRegistry(max_waiting=6, lock=threading.Condition())
+    streams.num_slots = 2
+
+    def open_one(name: str) -> None:
+        streams.open([Stream(GenerationRequest(name, [5], client=name[0]), TOKENIZER)])
+
+    for client, count in (("a", 4), ("b", 2), ("c", 2), ("d", 0)):
+        for i in range(count):
+            open_one(f"{client}{i}")
+        with pytest.raises(QueueFullError, match=f" {count} of this client, of at most 8"):
+            open_one(f"{client}9")
+    streams.end("a0")
+    open_one("d0")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -32,8 +33,10 @@ from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.protocol.parsing import SAMPLED, SAMPLING, parse
 
 
-def with_parameters(**parameters: Any) -> ParsedRequest:
-    return parse({"inputs": "<5>", "parameters": parameters})
+def with_parameters(
+    options: Mapping[str, Any] = MappingProxyType({}), **parameters: Any
+) -> ParsedRequest:
+    return parse({"inputs": "<5>", "parameters": parameters}, **options)
 
 
 def deltas(finish: FinishReason = FinishReason.LENGTH) -> list[Delta]:
@@ -98,6 +101,8 @@ def test_every_parameter_arrives() -> None:
         ignore_eos=True,
         max_time=2.5,
         cache_salt="mine",
+        priority=-1,
+        user="me",
         details=True,
         decoder_input_details=True,
         top_n_tokens=2,
@@ -107,6 +112,7 @@ def test_every_parameter_arrives() -> None:
         add_special_tokens=False,
         truncate=2,
         guided_choice=["yes", "no"],
+        options={"scheduling_policy": "priority", "fairness_key": "user"},
     ).request
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
@@ -121,7 +127,9 @@ def test_every_parameter_arrives() -> None:
     assert request.include_stop
     assert request.ignore_eos
     assert request.max_seconds == 2.5
-    assert request.cache_salt == "mine"
+    assert (request.cache_salt, request.priority) == ("mine", -1)
+    assert request.client
+    assert "me" not in request.client
     assert request.logprobs
     assert (request.skips_special, request.spaces_special) == (False, True)
     assert request.grammar is not None

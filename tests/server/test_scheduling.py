@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Model
 from tests.doubles.tiny_models import MAX_POSITIONS, VOCAB_SIZE, save_tiny_model
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import ToyTokenizer
-from tests.server.running import Running, http
+from tests.processes import wait_until
+from tests.server.running import Running, body, http, serving
 
 
 def spelled(ids: list[int]) -> str:
@@ -57,6 +61,61 @@ def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
 def cached(answer: dict[str, Any]) -> int:
     details: dict[str, int] = answer["usage"].get("prompt_tokens_details", {"cached_tokens": 0})
     return details["cached_tokens"]
+
+
+def served_order(requests: list[dict[str, Any]], keys: list[str], **options: Any) -> list[int]:
+    """The order in which requests that wait for the only slot get it, by their numbers.
+
+    The first one holds it until all wait; `requests` are parameters of each, `keys` their API keys.
+    """
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    backend.hang_at.add(0)
+    application = Application(Model("toy"))
+    service = application.models[0].service = toy_service(backend, **options)
+    running = Running(application)
+
+    def send(number: int) -> int:
+        sent = body([7] * (number + 1), 2, parameters=requests[number])
+        headers = {"authorization": f"Bearer {keys[number]}"}
+        status: int = http.post(
+            running.url + "/invocations", json=sent, headers=headers
+        ).status_code
+        return status
+
+    try:
+        with ThreadPoolExecutor(len(requests)) as pool:
+            answers = []
+            for number in range(len(requests)):
+                answers.append(pool.submit(send, number))
+                wait_until(lambda: len(service.loop.streams) == len(answers), patience_s=20)
+            wait_until(lambda: backend.hanging.is_set())
+            backend.resume.set()
+            assert [answer.result() for answer in answers] == [200] * len(requests)
+    finally:
+        running.close()
+    assert backend.violations == []
+    # A prompt has BOS, and one token more than its number.
+    return [step.lens[0] - 2 for step in backend.steps if step.kind == "prefill"]
+
+
+def test_the_lowest_priority_is_served_first() -> None:
+    requests = [{"priority": one} for one in (0, 5, 0, -1, 0)]
+    keys = ["same"] * len(requests)
+    assert served_order(requests, keys, scheduling_policy="priority") == [0, 3, 2, 4, 1]
+    assert served_order([{} for _ in requests], keys) == [0, 1, 2, 3, 4]
+    with serving() as running:
+        answer = http.post(running.url + "/invocations", json=body([5], parameters=requests[1]))
+        assert answer.status_code == 400
+        assert "option.scheduling_policy=priority" in answer.text
+
+
+@pytest.mark.parametrize("key", ["user", "api_key"])
+def test_clients_take_turns(key: str) -> None:
+    names = ["a", "a", "a", "a", "b", "c", "b"]
+    requests = [{"user": name} if key == "user" else {} for name in names]
+    keys = names if key == "api_key" else ["same"] * len(names)
+    assert served_order(requests, keys, fairness_key=key) == [0, 1, 4, 5, 2, 6, 3]
+    assert served_order(requests, keys) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_the_next_turn_of_a_conversation_runs_what_is_new(url: str) -> None:
