@@ -16,6 +16,9 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
+LEAST_PREFIX = 8
+"""Tokens below which no prefix is reused: all chats of a template begin with the same few."""
+
 
 class Want(Flag):
     """The output that a step wants for its rows."""

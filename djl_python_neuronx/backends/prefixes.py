@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from djl_python_neuronx.backends.base import Int32Array, Rows
+from djl_python_neuronx.backends.base import LEAST_PREFIX, Int32Array, Rows
 
-_LEAST = 8
-"""Tokens below which a prefix is not worth reusing: all chats of a template begin with the same few."""
 _END = -1
 """Behind the last token of a slot."""
 
@@ -36,14 +34,14 @@ class Prefixes:
         self._turn = 0
 
     def find(self, prompt_ids: Sequence[int], owner: Owner) -> Int32Array:
-        """Return int32[slots]: the first tokens of a prompt that each slot holds, 0 or `_LEAST` to all but the last."""
+        """Return int32[slots]: the first tokens of a prompt that each slot holds, at most all but the last."""
         found = np.zeros(len(self._owners), np.int32)
         slots = [slot for slot, one in enumerate(self._owners) if one == owner]
         if slots:
             wanted = np.append(np.asarray(prompt_ids[:-1], np.int32), _END - 1)
             wanted = wanted[: self._tokens.shape[1]]
             found[slots] = (self._tokens[slots, : len(wanted)] != wanted).argmax(axis=1)
-            found[found < _LEAST] = 0
+            found[found < LEAST_PREFIX] = 0
         return found
 
     def choose(self, free: Sequence[int], prompt_ids: Sequence[int], owner: Owner) -> int:

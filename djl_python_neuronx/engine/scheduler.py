@@ -11,7 +11,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from djl_python_neuronx.backends.base import ModelSpec
+from djl_python_neuronx.backends.base import LEAST_PREFIX, ModelSpec
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.engine.sequence import Sequence
 
@@ -304,9 +304,10 @@ class Scheduler:
 
     def _gains_from(self, prefilling: list[Sequence], sequence: Sequence) -> bool:
         """Return True if one of these prefills puts more of a waiting prompt into the cache than there is now."""
-        if not 0 < self._spec.prefix_block < sequence.num_uncached:
+        block, key = self._spec.prefix_block, sequence.prefix_key
+        # The last token is never reused.
+        if not block or len(key[0]) - 1 - sequence.num_cached < max(block, LEAST_PREFIX):
             return False
-        key = sequence.prefix_key
         return any(one.prefix_key == key for one in prefilling)
 
     def _enter(self, sequence: Sequence) -> None:

@@ -91,24 +91,36 @@ def converse(
     return seen
 
 
-def assert_answers_of_one_prompt(backend: Backend, num_tokens: int = 21) -> None:
-    """Several sequences with one prompt run it once, and their other tokens as few as the backend's blocks allow."""
-    engine, count, block = Engine(backend), backend.spec.num_slots, backend.spec.prefix_block
-    prompt = [5 + i for i in range(num_tokens)]
-    for i in range(count):
-        request_id = f"r.{i}" if i else "r"
-        engine.add(
-            GenerationRequest(request_id, prompt, max_new_tokens=4, ignore_eos=True, cache_salt="n")
-        )
-    cached: dict[str, int] = {}
-    answers: dict[str, list[int]] = {}
-    while engine.has_work:
-        outputs, info = engine.step()
-        assert info is not None
-        cached.update(info.cached)
-        for output in outputs:
-            answers.setdefault(output.request_id, []).extend(output.token_ids)
-    assert cached.pop("r") == 0
-    assert set(cached.values()) == {(num_tokens - 1) // block * block}
-    assert len(cached) == count - 1
-    assert all(answer == answers["r"] for answer in answers.values())
+def assert_answers_of_one_prompt(backend: Backend) -> None:
+    """Sequences with one prompt run it once, and besides as little as blocks allow; one that is short, all at once."""
+    for num_tokens in (21, 5):
+        engine, count, block = Engine(backend), backend.spec.num_slots, backend.spec.prefix_block
+        names = ["r", *(f"r.{i}" for i in range(1, count))]
+        for name in names:
+            engine.add(
+                GenerationRequest(
+                    name,
+                    [5 + i for i in range(num_tokens)],
+                    max_new_tokens=4,
+                    ignore_eos=True,
+                    cache_salt=str(num_tokens),
+                )
+            )
+        entered: list[dict[str, int]] = []
+        answers: dict[str, list[int]] = {name: [] for name in names}
+        while engine.has_work:
+            outputs, info = engine.step()
+            assert info is not None
+            entered += [dict(info.cached)] if info.cached else []
+            for output in outputs:
+                answers[output.request_id] += output.token_ids
+        assert all(answer == answers["r"] for answer in answers.values())
+        if num_tokens > MOST_AGAIN:
+            assert entered[0] == {"r": 0}
+            assert len(entered) == 2
+            assert entered[1].keys() == {*names[1:]}
+            reused = (num_tokens - 1) // block * block
+            assert reused - MOST_AGAIN < min(entered[1].values())
+            assert max(entered[1].values()) <= reused
+        else:
+            assert entered == [dict.fromkeys(names, 0)]
