@@ -67,6 +67,7 @@ def groups() -> list[list[GenerationRequest]]:
         [request("stops", [5, 6], LENGTH, stop_strings=("never", stop))],
         [request("ends", [5, 6], LENGTH, stop_token_ids=frozenset({GREEDY[9]}))],
         [request("scored", [8], LENGTH, sampling=seeded, logprobs=True, top_logprobs=2)],
+        [request("prompt", [6, 7, 8, 9, 6], LENGTH, scores_prompt=1)],
         [request(f"both.{i}", [9] * 8, LENGTH, sampling=replace(SAMPLED, seed=i)) for i in (0, 1)],
     ]
 
@@ -102,7 +103,7 @@ def serve(num_copies: int, last_step: int | None) -> tuple[dict[str, Any], list[
 def whole(deltas: list[Delta]) -> tuple[Any, ...]:
     """The parts of an answer that do not depend on how it was split."""
     last = deltas[-1]
-    tokens = [token for delta in deltas for token in delta.tokens]
+    tokens = [token for delta in deltas for token in (*delta.prompt, *delta.tokens)]
     return text(deltas), tokens, last.finish_reason, last.error, last.num_generated_tokens
 
 
