@@ -23,7 +23,7 @@ _FIELDS = """
 [false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
 [false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
 [false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts
-[false] | return_token_ids return_token_offsets return_tokens_as_token_ids token_healing use_audio_in_video
+[false] | return_token_ids return_token_offsets token_healing use_audio_in_video
 [false] | use_beam_search watermark watermarking
 [true] | detokenize include_reasoning return_mm_kwargs separate_reasoning stream_reasoning use_cache
 [0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha

@@ -155,6 +155,8 @@ class OpenAiParameters(GenerationParameters):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     max_tokens: MaybeCount = None
+    return_tokens_as_token_ids: Flag = False
+    """Tokens of log-probabilities are named by their ids: two tokens may have one text."""
     prompt_logprobs: Annotated[
         int | None,
         Field(

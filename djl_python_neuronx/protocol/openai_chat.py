@@ -280,6 +280,8 @@ class ChatShape(OpenAiShape):
         def named(token_id: int, logprob: float | None) -> TopLogprob:
             data = self._tokenizer.token_bytes(token_id)
             text = data.decode(errors="replace")
+            if self._given.return_tokens_as_token_ids:
+                text = f"token_id:{token_id}"
             return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
         content: list[TokenLogprob] = [

@@ -140,6 +140,8 @@ class CompletionShape(OpenAiShape):
         """See `OpenAiShape`."""
 
         def named(token: Token) -> str:
+            if self._given.return_tokens_as_token_ids:
+                return f"token_id:{token.id}"
             return token_name(self._tokenizer.token_bytes(token.id))
 
         found: CompletionLogprobs = {

@@ -815,6 +815,24 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes_as_names(stream: b
         assert joined["top_logprobs"][i] == {**expected, names[one]: -4.0 - i}
 
 
+def test_tokens_are_named_by_their_ids_where_the_request_says_so() -> None:
+    more = {"return_tokens_as_token_ids": True}
+    parsed = parse(complete(logprobs=1, echo=True, **more))
+    content = answer(parsed, scored("r", 5, 6), deltas("r", 7, top=(9,)))
+    found = json.loads(content)["choices"][0]["logprobs"]
+    assert found["tokens"] == [f"token_id:{one}" for one in (1, 5, 6, 7)]
+    assert [set(one or ()) for one in found["top_logprobs"]] == [
+        set(),
+        {"token_id:5", "token_id:9"},
+        {"token_id:6", "token_id:9"},
+        {"token_id:7", "token_id:9"},
+    ]
+    content = answer(parse(chat(logprobs=True, top_logprobs=1, **more)), deltas("r", 7, top=(9,)))
+    (token,) = json.loads(content)["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("token_id:7", list(b"<7>"))
+    assert token["top_logprobs"][0]["token"] == "token_id:9"
+
+
 def test_log_probabilities_without_alternatives() -> None:
     content = answer(parse(complete(logprobs=0)), deltas("r", 7, logprob=float("-inf")))
     found = json.loads(content)["choices"][0]["logprobs"]
