@@ -67,7 +67,10 @@ SETTINGS = {
     "topk_topp_rep": SamplingParams(
         temperature=TEMPERATURE, top_k=50, top_p=0.9, repetition_penalty=1.1
     ),
+    "greedy_grammar": SamplingParams(),
 }
+GRAMMARS = {"greedy_grammar": "start: /( t[0-9]+)*!/"}
+"""Of the settings whose rows have one. All tokens may follow, and the text never ends: no token has its last letter."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class TableTokenizer:
     eos_id: int | None = None
 
     def __init__(self, vocab: int) -> None:
-        self.pieces: Sequence[bytes] | None = [b" t%d" % (i % 1000) for i in range(vocab)]
+        self.pieces: Sequence[bytes] | None = [b" t%d" % i for i in range(vocab)]
 
     def special_id(self, text: str) -> int | None:  # noqa: ARG002
         """There are none."""
@@ -236,7 +239,14 @@ def _generate(
         parsed = LmiProtocol().parse(body, ParseContext(tokenizer, request_id=str(i)))
         prompt = random.integers(0, case.vocab, PROMPT_LEN).tolist()
         requests.append(
-            replace(parsed.request, prompt_ids=prompt, sampling=sampling, max_new_tokens=num_tokens)
+            replace(
+                parsed.request,
+                prompt_ids=prompt,
+                sampling=sampling,
+                max_new_tokens=num_tokens,
+                grammar=GRAMMARS.get(case.setting),
+                stop_token_ids=frozenset({case.vocab - 1}),
+            )
         )
         formatters[str(i)] = parsed.formatter
     started_s = time.process_time()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -76,13 +76,18 @@ class Grammars:
     def __init__(self, tokens: Sequence[str], special_ids: Sequence[int], spec: ModelSpec) -> None:
         """`tokens`: bytes of each id as Latin-1 text; see `vocabulary`."""
         self._count = count = spec.vocab_size
+        self._tokens = [*tokens[:count], *[""] * (count - len(tokens))]
         self._eos_ids = frozenset(one for one in spec.eos_ids if one < count)
-        texts = [token.encode("latin-1") for token in tokens[:count]]
-        texts += [b""] * (count - len(texts))
-        special = {*self._eos_ids, *(one for one in special_ids if one < count)}
-        self._end_id = min(self._eos_ids or special, default=0)
-        self._tokens = vocabulary(texts, [*special, self._end_id], self._end_id)
+        self._special_ids = self._eos_ids.union(one for one in special_ids if one < count)
+        self._end_id = min(self._eos_ids or self._special_ids, default=0)
         self._compiled = lru_cache(MOST_COMPILED)(self._compile)
+
+    @cached_property
+    def tables(self) -> Any:  # noqa: ANN401
+        """The library's tables, see `vocabulary`: made by the first request with a grammar, or before it."""
+        special_ids = [*self._special_ids, self._end_id]
+        texts = [token.encode("latin-1") for token in self._tokens]
+        return vocabulary(texts, special_ids, self._end_id)
 
     def new(self, request: EngineRequest) -> Grammar:
         """The grammar of a request that has one, at its beginning.
@@ -98,7 +103,7 @@ class Grammars:
         return Grammar(compiled, end_ids, self._eos_ids, self._end_id)
 
     def _compile(self, grammar: str) -> Any:  # noqa: ANN401
-        compiled = matcher(grammar, self._tokens)
+        compiled = matcher(grammar, self.tables)
         compiled.compute_bitmask()
         if compiled.is_error():
             msg = f"the grammar cannot be fulfilled by this model's tokens: {reason(compiled)}; change it"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from math import inf
+from queue import SimpleQueue
 from typing import Protocol
 
 import numpy as np
@@ -42,8 +45,11 @@ class Masks:
         self._vocab_size = vocab_size
         self._constrained: dict[int, tuple[list[int], tuple[Constraint, ...]]] = {}
         """Slot to its output and constraints."""
-        self._thread = ThreadPoolExecutor(1, "djl-neuronx-masks")  # started by the first mask
-        self._making: list[Future[None]] = []
+        self._orders = SimpleQueue[Callable[[], None] | None]()
+        self._made = SimpleQueue[BaseException | None]()
+        self._num_ordered = 0
+        """Orders whose end `wait` has not seen."""
+        self._started = False
 
     def __bool__(self) -> bool:
         """True if some slot has constraints."""
@@ -53,8 +59,16 @@ class Masks:
         self, slot: int, constraints: Sequence[Constraint], output_ids: Sequence[int]
     ) -> None:
         """Start a sequence with constraints, behind `output_ids`. The first of them may set all bits."""
+        self.wait()
         self._constrained[slot] = [*output_ids], (*constraints,)
-        self._making.append(self._thread.submit(self._make, [slot]))
+        if not self._started:
+            self._started = True
+            queues = self._orders, self._made
+            threading.Thread(
+                target=_make_each, args=queues, name="djl-neuronx-masks", daemon=True
+            ).start()
+            weakref.finalize(self, self._orders.put, None)
+        self._order(partial(self._make, slot))
 
     def release(self, slot: int) -> None:
         """End the sequence of a slot; idempotent."""
@@ -64,19 +78,14 @@ class Masks:
 
     def note(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Begin to make the masks that follow a step's tokens; -1 or less is none."""
-        self.wait()
-        noted = []
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            if token_id >= 0 and slot in self._constrained:
-                self._constrained[slot][0].append(token_id)
-                noted.append(slot)
-        if noted:
-            self._making.append(self._thread.submit(self._make, noted))
+        self._order(partial(self._note, slots, token_ids))
 
     def wait(self) -> None:
         """Wait until the masks are made."""
-        while self._making:
-            self._making.pop().result()
+        while self._num_ordered:
+            self._num_ordered -= 1
+            if (error := self._made.get()) is not None:
+                raise error
 
     def allowed(self, slot: int) -> BoolArray:
         """bool[V]: the mask of a slot."""
@@ -87,13 +96,36 @@ class Masks:
         )
         return bits.view(np.bool_)
 
-    def _make(self, slots: list[int]) -> None:
-        for slot in slots:
-            output_ids, constraints = self._constrained[slot]
-            bits = self.bits[slot]
-            bits[:] = _ALL
-            for constraint in constraints:
-                constraint.narrow(bits, output_ids)
+    def _order(self, order: Callable[[], None]) -> None:
+        self._num_ordered += 1
+        self._orders.put(order)
+
+    def _note(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            if token_id >= 0 and slot in self._constrained:
+                self._constrained[slot][0].append(token_id)
+                self._make(slot)
+
+    def _make(self, slot: int) -> None:
+        output_ids, constraints = self._constrained[slot]
+        bits = self.bits[slot]
+        bits[:] = _ALL
+        for constraint in constraints:
+            constraint.narrow(bits, output_ids)
+
+
+def _make_each(
+    orders: SimpleQueue[Callable[[], None] | None], made: SimpleQueue[BaseException | None]
+) -> None:
+    """Carry out orders until one is None. It holds no `Masks`, whose end sends that."""
+    while (order := orders.get()) is not None:
+        error: BaseException | None = None
+        try:
+            order()
+        except BaseException as caught:  # noqa: BLE001  (raised by `wait`)
+            error = caught
+        del order
+        made.put(error)
 
 
 def constraints_of(

@@ -145,9 +145,11 @@ class Replicas:
     def _vocabulary(self) -> tuple[list[str], list[int]]:
         """The bytes of each token as Latin-1 text, none if that depends on others, and the ids of special ones."""
         tokenizer = self._tokenizer()
-        count = len(tokenizer.pieces or ())
-        texts = [tokenizer.token_bytes(i).decode("latin-1") for i in range(count)]
-        return texts, [*tokenizer.special_ids]
+        pieces = [*(tokenizer.pieces or ())]
+        special_ids = [one for one in tokenizer.special_ids if one < len(pieces)]
+        for special_id in special_ids:
+            pieces[special_id] = tokenizer.token_bytes(special_id)
+        return [piece.decode("latin-1") for piece in pieces], special_ids
 
     # Start and end
 

@@ -67,7 +67,7 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
         if engine is None:
             return False
         try:
-            return _Worker(engine, link, settings.queue_timeout_s).run()
+            return _Worker(engine, link, settings).run()
         except Exception as error:
             logger.exception("engine_failed")
             reason = (
@@ -125,15 +125,15 @@ def _speculation(engine: Engine) -> dict[str, object] | None:
 class _Worker:
     """Steps an engine on the calling thread; a separate thread receives commands."""
 
-    def __init__(self, engine: Engine, link: Link, queue_timeout_s: float) -> None:
+    def __init__(self, engine: Engine, link: Link, settings: WorkerSettings) -> None:
         self._engine, self._link = engine, link
-        self._queue_timeout_s = queue_timeout_s
-        self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
+        self._settings = settings
+        self._expire_every_s = min(EXPIRE_EVERY_S, settings.queue_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: EngineState | None = EngineState()
         self._expired_s = time.monotonic()
         self._grammars: Grammars
-        """Set before the first request comes."""
+        """The front sends the vocabulary before the first request."""
         for runner in engine.runners:
             runner.on_first_call = partial(link.send, "first_call")
 
@@ -172,9 +172,11 @@ class _Worker:
                     self._add(REQUEST.validate_python(argument))
                 elif kind == "vocabulary":
                     tokens, special_ids = argument
-                    # Without the library the front refuses grammars.
-                    with suppress(UnsupportedParameterError):
-                        self._grammars = Grammars(tokens, special_ids, self._engine.spec)
+                    self._grammars = Grammars(tokens, special_ids, self._engine.spec)
+                    if self._settings.warm_up:
+                        # Without the library the front refuses grammars.
+                        with suppress(UnsupportedParameterError):
+                            _ = self._grammars.tables
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:
@@ -223,7 +225,7 @@ class _Worker:
         if now_s - self._expired_s < self._expire_every_s:
             return False
         self._expired_s = now_s
-        outputs = engine.expire(self._queue_timeout_s)
+        outputs = engine.expire(self._settings.queue_timeout_s)
         if outputs:
             self._link.send_step(lambda: (StepResult(outputs), self._state()))
         return bool(outputs)
