@@ -59,7 +59,6 @@ class Masks:
         self, slot: int, constraints: Sequence[Constraint], output_ids: Sequence[int]
     ) -> None:
         """Start a sequence with constraints, behind `output_ids`. The first of them may set all bits."""
-        self.wait()
         self._constrained[slot] = [*output_ids], (*constraints,)
         if not self._started:
             self._started = True
