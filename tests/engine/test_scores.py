@@ -14,7 +14,7 @@ from djl_python_neuronx.backends.base import ModelSpec, Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.detokenizer import TextStream, Token
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.speculation import NgramProposer, Proposer
+from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
 from djl_python_neuronx.errors import (
     PromptTooLongError,
     RequestError,
@@ -35,7 +35,7 @@ from tests.engine.steps import (
     tokens,
 )
 from tests.engine.test_given import DEVICE_ADDS, LENGTH, alone
-from tests.engine.test_speculation import Guesser
+from tests.engine.test_speculation import Guesser, draft_toy
 
 SPEC = replace(TOY_SPEC, prefill_buckets=(4, 8), eos_ids=frozenset())
 ALL = Want.LOGITS | Want.ALL_LOGITS
@@ -55,6 +55,7 @@ CASES = {
     "chunks": Case(replace(SPEC, mixed_steps=True)),
     "guesses": Case(VERIFIES, lambda: Guesser(1)),
     "prompt lookup": Case(VERIFIES, lambda: NgramProposer(VERIFIES, 3)),
+    "a draft model": Case(VERIFIES, lambda: DraftModel(draft_toy(prefill_buckets=(8, 16)))),
     "both sample": Case(replace(SPEC, outputs=Want.TOKENS | Want.LOGITS, largest_top_k=64)),
     "prefills": Case(replace(SPEC, outputs=ALL, score_columns=3, max_prefill_batch=2)),
     "prefills of one token": Case(replace(SPEC, outputs=ALL, score_columns=1)),
