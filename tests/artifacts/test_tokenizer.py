@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 
 from djl_python_neuronx.artifacts.tokenizer import PythonTokenizer, load_tokenizer
+from djl_python_neuronx.engine.detokenizer import TextStream
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -20,7 +22,7 @@ from djl_python_neuronx.errors import (
     ServingError,
     UnsupportedParameterError,
 )
-from djl_python_neuronx.types import Rendering
+from djl_python_neuronx.types import GenerationRequest, Rendering, TokenOutput
 from tests.artifacts import tokenizer_folders as folders
 
 MADE = {
@@ -399,6 +401,24 @@ def test_a_tokenizer_with_code_of_its_own_needs_trust(tmp_path, monkeypatch):
     assert tokenizer.decode([*map(ord, "fox ")]) == "fox "
     assert tokenizer.pieces is None
     assert tokenizer.special_ids == {ord("~")}
+    # Spaces around added tokens, of which only transformers 4 makes any.
+    tokenizer.library.add_tokens(["<tool>"])
+    ids = [*b"fo", tokenizer.library.convert_tokens_to_ids("<tool>"), *b"x~x"]
+    for skip, spaces in product((True, False), repeat=2):
+
+        def decoded(ids, skip=skip, spaces=spaces):
+            return tokenizer.library.decode(
+                ids,
+                skip_special_tokens=skip,
+                spaces_between_special_tokens=spaces,
+                clean_up_tokenization_spaces=False,
+            )
+
+        assert tokenizer.decode(ids, skip=skip, spaces=spaces) == decoded(ids)
+        request = GenerationRequest("r", ids[:1], skips_special=skip, spaces_special=spaces)
+        stream = TextStream(request, tokenizer)
+        deltas = [stream.feed(TokenOutput("r", (one,))) for one in ids[1:]]
+        assert decoded(ids[:1]) + "".join(delta.text for delta in deltas if delta) == decoded(ids)
     # This library fails for ids beyond its vocabulary, as some models have them.
     assert [tokenizer.token_bytes(one) for one in (*b"f~", 200)] == [b"f", b"~", b""]
 

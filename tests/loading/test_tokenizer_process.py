@@ -93,7 +93,12 @@ def test_a_variable_may_be_nested_as_deep_as_json(tmp_path):
 
     folder = write(tmp_path)
     with closing(start(folder)) as found:
-        assert outcome(found) == outcome(load_tokenizer(folder))
+        known = load_tokenizer(folder)
+        assert outcome(found) == outcome(known)
+        ids = [*known.encode("fox"), known.eos_id, *known.encode("fox")]
+        for skip in (True, False):
+            assert found.decode(ids, skip=skip) == known.decode(ids, skip=skip)
+        assert known.decode(ids) != known.decode(ids, skip=False)
 
 
 def test_errors_arrive_as_they_are(tmp_path):
