@@ -105,6 +105,16 @@ class Call:
     result: StepResult | None = None
     """Set by `Engine.advance`."""
 
+    def logits(self, row: int, count: int) -> Float32Array | None:
+        """float32[count, V]: those that the tokens of a row were drawn from, if the host has them."""
+        values = None if self.ran is None else self.ran.output.logits
+        if values is None or self.step is None:
+            return None
+        prefill, first = self.step.prefill, 0
+        if prefill is not None and prefill.wants is Want.ALL_LOGITS:
+            first = int(prefill.lens[row]) - 1
+        return values[row, first : first + count]
+
 
 class Engine:
     """Continuous batching over one backend. Synchronous, token ids only; one thread, except for `advance`."""
@@ -377,10 +387,7 @@ class Engine:
             outputs += self._score(call.batch, call.step, values)
         for row, sequence in sampled:
             if sequence.slot is not None:  # else its scores have failed
-                logits = None if values is None else values[row]
-                if logits is not None and sequence.score_columns and call.step.prefill is not None:
-                    logits = logits[call.step.prefill.lens[row] - 1 :]
-                outputs.append(self._give(sequence, rows[row], logits))
+                outputs.append(self._give(call, row, sequence, rows[row]))
         _, seconds, error = call.proposal
         info = self.runner.describe(call.step, call.ran)
         info = info._replace(
@@ -392,10 +399,8 @@ class Engine:
             info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
         return StepResult(outputs, info)
 
-    def _give(
-        self, sequence: Sequence, token_ids: list[int], logits: Float32Array | None
-    ) -> TokenOutput:
-        """Give a sequence its next tokens, drawn from `logits`, float32[K, V]; end it if it is complete."""
+    def _give(self, call: Call, row: int, sequence: Sequence, token_ids: list[int]) -> TokenOutput:
+        """Give a sequence the tokens of its row in a call, and end it if it is complete."""
         taken = sequence.take(token_ids)
         request, reason = sequence.request, sequence.finish_reason
         if not taken and reason is None:
@@ -403,8 +408,8 @@ class Engine:
         if reason is not None:
             self._end(sequence)
         top = request.top_logprobs
-        shown = logits[: len(taken)] if (request.logprobs or top) and logits is not None else None
-        return TokenOutput(request.request_id, taken, reason, None, shown, top)
+        logits = call.logits(row, len(taken)) if request.logprobs or top else None
+        return TokenOutput(request.request_id, taken, reason, None, logits, top)
 
     def _score(self, batch: Batch, step: Step, logits: Float32Array) -> list[TokenOutput]:
         """The outputs that score prompts: a column's logits are those of the token behind it."""
