@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from djl_python_neuronx.artifacts.folder import file_names, reading
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
@@ -99,6 +100,8 @@ class Service:
             self.show()
         self.loaded_s = int(time.time())
         """Time of the load, in seconds of the clock."""
+        self.files: frozenset[tuple[Path, int, int]] = frozenset()
+        """The model's files, each with size and time: another service with the same ones has the same model."""
 
     @classmethod
     def load(
@@ -152,6 +155,7 @@ class Service:
             progress=progress,
         )
         service.defaults = launch.defaults
+        service.files = _files(prepared.artifact.path)
         if before is None:
             service.metrics["load_seconds"].set(time.monotonic() - started_s)
             spec = service.loop.spec
@@ -234,6 +238,18 @@ class Service:
             logger.error(
                 "device_left_open reason='a call has not returned; closing it now could crash the process'"
             )
+
+
+def _files(folder: Path) -> frozenset[tuple[Path, int, int]]:
+    """The files of a model, each with size and time.
+
+    Raises:
+        ArtifactError: one cannot be read.
+    """
+    with reading(folder):
+        paths = [folder.resolve() / name for name in file_names(folder)]
+        found = [(path, path.stat() if path.exists() else path.lstat()) for path in paths]
+    return frozenset((path, stat.st_size, stat.st_mtime_ns) for path, stat in found)
 
 
 def _formatters(

@@ -283,7 +283,7 @@ class BatchingOptions(OptionGroup):
     resume_requests: Annotated[bool, Option()] = True
     """After a crash of the engine, go on with the requests that have tokens: their prompt and tokens are prefilled by
     another copy or the next engine, and the rest follows what was sent. A request that was running at two crashes gets
-    an error. False: at the first one."""
+    an error. False: at the first one. A reload hands requests over in the same way; False: it waits for their ends."""
     max_waiting: Annotated[Count, Option()] = 1000
     """Requests that may wait for a slot of one copy (`replicas`); any further request gets 503. 1000 is the length of
     DJL Serving's own queue."""

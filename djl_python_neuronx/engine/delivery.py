@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
+from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import Observer, OutputQueue, Stream, StreamRegistry
 from djl_python_neuronx.errors import BackendUnavailableError, RequestTimeoutError, ServingError
@@ -82,15 +83,12 @@ class Delivery:
         """Prepare the requests for the engine after the one whose end is `error`; end those that it may not run."""
         sent, twice = [], []
         for stream in self._streams.open_streams():
-            if stream.running:
-                stream.running = False
-                stream.deaths += 1
+            stream.deaths += stream.running
             if stream.output_ids and not self._resumes:
                 sent.append(stream)
             elif stream.deaths > 1:
                 twice.append(stream)
-            elif len(stream.output_ids) > stream.num_given:
-                stream.encode()
+            elif stream.resume():
                 notify(self._observer.resumed, stream)
             elif not stream.output_ids:
                 stream.begun.discard(stream.request.request_id)
@@ -98,10 +96,19 @@ class Delivery:
         message = f"the engine crashed twice while running this request; not retried: {error}"
         self.fail(twice, ServingError(message))
 
-    def leave(self, given_up: ServingError | None) -> None:
-        """Let other copies have what waits here for an engine; `given_up`: why there will be none."""
+    def check(self, spec: ModelSpec) -> None:
+        """End the requests that came before the engine and that its model cannot go on with."""
+        for stream in self._streams.open_streams():
+            if (error := stream.refusal(spec)) is not None:
+                self.fail([stream], error)
+
+    def leave(self, given_up: ServingError | None, *, retired: bool = False) -> None:
+        """Let other copies have what waits here for an engine; `given_up`: why there will be none.
+
+        `retired`: also what an engine runs.
+        """
         with self._making, self._streams.lock:
-            if self._streams.link is None or given_up is not None:
+            if self._streams.link is None or given_up is not None or retired:
                 self._on_orphans(given_up)
 
     def end_late(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -148,6 +147,10 @@ class TextStream:
             min(self.num_cached, len(self._request.prompt_ids)),
         )
 
+    def use(self, tokenizer: Tokenizer) -> None:
+        """Go on with another tokenizer of the same model."""
+        self._tokenizer = self._detokenizer.tokenizer = tokenizer
+
     @property
     def lacks_scores(self) -> bool:
         """True until all scores of the prompt that the request wants are known."""
@@ -248,6 +251,8 @@ class _StopString:
 class Detokenizer(Protocol):
     """The text of one sequence, token by token."""
 
+    tokenizer: Tokenizer
+
     def feed(self, token_id: int) -> str:
         """Text that becomes readable with a token that is not special; "" while a character is incomplete."""
 
@@ -275,7 +280,7 @@ class _TableDetokenizer:
         *,
         skip: bool,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._pieces = pieces
         self._named: frozenset[int] = frozenset() if skip else tokenizer.special_ids
         self._partial = b""
@@ -302,7 +307,7 @@ class _TableDetokenizer:
         # Models are often padded beyond their tokenizer's vocabulary.
         piece = self._pieces[token_id] if token_id < len(self._pieces) else b""
         if not piece and token_id in self._named:
-            return self._tokenizer.token_bytes(token_id)
+            return self.tokenizer.token_bytes(token_id)
         return piece
 
     def _first(self, token_id: int, piece: bytes) -> bytes:
@@ -310,7 +315,7 @@ class _TableDetokenizer:
         self._at_start = False
         if not piece.startswith(b" "):
             return piece
-        shown = self._tokenizer.decode([token_id])
+        shown = self.tokenizer.decode([token_id])
         return b" " * (len(shown) - len(shown.lstrip(" "))) + piece.lstrip(b" ")
 
 
@@ -323,7 +328,8 @@ class _WindowDetokenizer:
     def __init__(
         self, prompt_ids: Sequence[int], tokenizer: Tokenizer, *, skip: bool, spaces: bool
     ) -> None:
-        self._decode = partial(tokenizer.decode, skip=skip, spaces=spaces)
+        self.tokenizer = tokenizer
+        self._how = {"skip": skip, "spaces": spaces}
         self._special_ids = tokenizer.special_ids if skip else frozenset()
         # Without special ids: a context that has no text would make the next token look like the start of one.
         written = (one for one in reversed(prompt_ids) if one not in self._special_ids)
@@ -350,5 +356,5 @@ class _WindowDetokenizer:
         return text
 
     def _new_text(self) -> str:
-        known = self._decode(self._window[: self._num_context])
-        return self._decode(self._window)[len(known) :]
+        known = self.tokenizer.decode(self._window[: self._num_context], **self._how)
+        return self.tokenizer.decode(self._window, **self._how)[len(known) :]

@@ -150,8 +150,8 @@ class EngineLoop:
         """The engine has sequences, as far as it has reported."""
         self._silent_s = 0.0
         self._patience_s = settings.step_timeout_s
-        self._died_s = -math.inf
-        """The time at which an engine last ended that was ready."""
+        self._died_s = math.inf
+        """The time at which an engine last ended that was ready; until then no request has waited for one too long."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
         self._host: Host | None = None
@@ -177,15 +177,22 @@ class EngineLoop:
         Raises:
             ServingError: the engine could not be loaded.
         """
+        output_thread, watchdog = self._threads
+        watchdog.start()
         with self._settings.room():
             if self._closing.is_set():
                 raise BackendUnavailableError(STOPPING)
             if (death := self._load()) is not None:
                 raise death.error
         self.streams.num_slots = self.spec.num_slots
+        self._delivery.check(self.spec)
         self.streams.connect(self._engine.link)
-        for thread in self._threads:
-            thread.start()
+        output_thread.start()
+
+    @property
+    def _serves(self) -> bool:
+        """False before the end of the first load."""
+        return self._threads[0].ident is not None
 
     @property
     def _engine(self) -> Host:
@@ -193,10 +200,21 @@ class EngineLoop:
         assert self._host is not None  # noqa: S101  (after the first launch)
         return self._host
 
+    def hand_over(self) -> None:
+        """Let other copies go on with all requests."""
+        self._delivery.leave(None, retired=True)
+
+    def lose(self, error: ServingError) -> None:
+        """Let other copies have the requests that wait for an engine that could not be started, or end them."""
+        self._delivery.leave(error)
+        self._delivery.fail(self.streams.open_streams(), error)
+
     def stop(self) -> None:
         """End the engine; requests that still run get an error. Does not wait."""
         self.streams.close(BackendUnavailableError(STOPPING))
         self._closing.set()
+        if not self._serves:
+            self._delivery.fail(self.streams.open_streams(), BackendUnavailableError(STOPPING))
         if self._host is not None:
             if self.streams.link is None:
                 self._host.kill()  # during a load an engine does not notice the end of its connection
@@ -278,7 +296,8 @@ class EngineLoop:
 
     def _note_cached(self, cached: Mapping[str, int]) -> None:
         for request_id, count in cached.items():
-            if (stream := self.streams.get(request_id)) is not None:
+            stream = self.streams.get(request_id)
+            if stream is not None and not stream.num_given:
                 stream.text.num_cached = count
 
     def _explain_end(self) -> _Death:
@@ -381,7 +400,7 @@ class EngineLoop:
         """
         period_s = min(WATCHDOG_PERIOD_S, self._settings.step_timeout_s / 4)
         output_thread, _ = self._threads
-        while not self._closing.wait(period_s) and output_thread.is_alive():
+        while not self._closing.wait(period_s) and (output_thread.is_alive() or not self._serves):
             self._delivery.end_late()
             if self.streams.link is None:
                 self._delivery.leave(None)
@@ -389,6 +408,8 @@ class EngineLoop:
             elif not (self._busy or len(self.streams)):
                 self._silent_s = 0.0
                 continue
+            if not self._serves:
+                continue  # a first load may take any time
             self._silent_s += period_s
             if self._silent_s > self._patience_s:
                 self._hang = BackendUnavailableError(

@@ -74,7 +74,10 @@ class Replicas:
         self._tokenizer = tokenizer
         self._observer = observer
         self._on_death = on_death
+        self._resumes = settings.resumes
         self._closing = False
+        self._heir: Replicas | None = None
+        """Copies of the same model that replace these."""
         self._lock = threading.Condition()
         """See `StreamRegistry.lock`. Held while a copy is chosen and gets requests, and while one is retired."""
         # A queue lives as long as a request of its event loop, and holds that loop.
@@ -184,16 +187,26 @@ class Replicas:
             self.spec, self.speculation = copy.loop.spec, copy.loop.speculation
             copy.takes = True
 
-    def retire(self, i: int) -> None:
-        """Give copy `i` no more requests, wait until those that it has have ended, and end its engine."""
+    def retire(self, i: int, heir: Replicas | None = None) -> None:
+        """Give copy `i` no more requests, hand over those that it has, and end its engine when all others have ended.
+
+        They go to other copies here, or to those of `heir`, which has the same model, running or not.
+        """
         copy = self.copies[i]
         with self._lock:
             copy.takes = False
+            self._heir = heir
+        if self._resumes:
+            copy.loop.hand_over()
         copy.loop.streams.wait_until_empty(threading.TIMEOUT_MAX)
         _end([copy.loop], JOIN_S)
         with self._lock:
             if not self._closing:
                 copy.loop = copy.new_loop()
+
+    def lose(self, i: int, error: ServingError) -> None:
+        """Give the requests that wait for copy `i`, which could not be started, to others, or end them."""
+        self.copies[i].loop.lose(error)
 
     def close(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Accept nothing more, let running requests end for at most `drain_s`, answer the rest with an error, stop.
@@ -274,10 +287,19 @@ class Replicas:
 
     def abort(self, request_id: str) -> None:
         """Abort a request: it gets no further delta, and its slot is free before the next step. Idempotent."""
-        with self._lock:
-            for loop in self._loops:
-                if (stream := loop.streams.end(request_id)) is not None:
-                    notify(self._observer.given_up, stream)
+        for replicas in self._line:
+            with replicas._lock:
+                for loop in replicas._loops:
+                    if (stream := loop.streams.end(request_id)) is not None:
+                        notify(self._observer.given_up, stream)
+
+    @property
+    def _line(self) -> list[Replicas]:
+        """These copies, and those that requests have been handed over to."""
+        line = [self]
+        while (heir := line[-1]._heir) is not None and heir not in line:
+            line.append(heir)
+        return line
 
     def _choose(self) -> Copy | None:
         """The copy for a request, one with an engine if there is one; None if none takes requests. With the lock."""
@@ -291,7 +313,7 @@ class Replicas:
     # Deaths, on the output thread of the copy
 
     def _move(self, i: int, given_up: ServingError | None) -> None:
-        """Give the requests of copy `i`, which has no engine, to others; see `Delivery`."""
+        """Give the requests of copy `i`, which has no engine or is retired, to others; see `Delivery`."""
         num_moved = 0
         with self._lock:
             copy = self.copies[i]
@@ -301,15 +323,28 @@ class Replicas:
                 streams.close(given_up)
             for _, together in groupby(streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
-                other = self._choose()
-                # Without another engine, requests may as well wait for the next one of this copy.
-                if other is None or other is copy or not (other.alive or given_up):
-                    break
-                if not other.loop.streams.adopt(group, streams):
+                taker = self._taker(i, group, given_up)
+                if taker is None or not taker.loop.streams.adopt(group, streams):
                     break
                 num_moved += len(group)
         if num_moved:
             logger.warning("requests_moved from_copy=%d requests=%d", i, num_moved)
+
+    def _taker(self, i: int, group: list[Stream], given_up: ServingError | None) -> Copy | None:
+        """The copy that gets requests of copy `i`, which are ready for another engine then, or None."""
+        copy, other, heir = self.copies[i], self._choose(), self._heir
+        if copy.takes or given_up is not None:
+            # Without another engine, requests may as well wait for the next one of this copy.
+            return other if other is not copy and other and (other.alive or given_up) else None
+        taker = heir._choose() if heir is not None else None
+        if heir is not None and not (taker and any(one.refusal(heir.spec) for one in group)):
+            other = taker or other or heir.copies[i]
+            for stream in group:
+                stream.text.use(heir._tokenizer())
+        for stream in group if other is not None else ():
+            if stream.resume():
+                notify(self._observer.resumed, stream)
+        return other
 
     def _give_up(self, error: ServingError) -> None:
         if self.error is not None:

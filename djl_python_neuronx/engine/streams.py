@@ -8,10 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Protocol
 
+from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.link import Link, encode_request
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.errors import (
@@ -216,6 +219,22 @@ class Stream:
             request, self.text.stop_tokens, seed=self._seed, given_ids=given_ids
         )
 
+    def resume(self) -> bool:
+        """Make it ready for another engine. Returns True if it has tokens that `message` lacked."""
+        self.running = False
+        if len(self.output_ids) == self.num_given:
+            return False
+        self.encode()
+        return True
+
+    def refusal(self, spec: ModelSpec) -> ServingError | None:
+        """The reason that a model cannot go on with it, or None."""
+        try:
+            check(replace(self.request, given_ids=self.output_ids), spec)
+        except ServingError as error:
+            return error
+        return None
+
     def failed(self, error: ServingError) -> Delta:
         """The last delta of a stream that ends with an error."""
         request, reason, count = self.request, FinishReason.ERROR, self.text.num_generated
@@ -235,7 +254,7 @@ class Observer(Protocol):
         """The engine of a copy has ended, by a signal, a status or an error."""
 
     def resumed(self, stream: Stream) -> None:
-        """Another engine goes on with a request, behind the tokens so far."""
+        """Another engine is to go on with a request, behind the tokens so far."""
 
     def given_up(self, stream: Stream) -> None:
         """A request was aborted; it gets no last delta."""

@@ -162,6 +162,7 @@ class Model:
                     self._replace(j, new, old, last=j == 0)
                 except ServingError as error:  # noqa: PERF203  (the other copies must be brought back)
                     log_load_failure(error, f"copy_lost model={self.names[0]} copy={j}")
+                    old.loop.lose(j, error)
             raise
         finally:
             self.admit(kept)
@@ -172,7 +173,7 @@ class Model:
         """End a copy of a service and start that of another one."""
         if last and self.service is old:
             self._door = Future()
-        old.loop.retire(i)
+        old.loop.retire(i, new.loop if new.files == old.files else None)
         if self.failure is _STOPPED:
             raise _STOPPED
         new.loop.start(i)

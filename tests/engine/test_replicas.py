@@ -340,7 +340,7 @@ def test_a_copy_that_is_given_up_leaves_its_requests_to_one_that_restarts() -> N
 
 
 def test_a_copy_is_retired_when_its_requests_have_ended_and_can_be_started_again() -> None:
-    with rig(2) as copies:
+    with rig(2, resumes=False) as copies:
         inbox = copies.submit("a")
         assert copies.where("a") == 0
         retiring = threading.Thread(target=copies.loop.retire, args=(0,))
@@ -456,7 +456,7 @@ def test_an_engine_that_does_not_end_is_told() -> None:
 
 
 def test_a_stop_ends_what_a_retired_copy_still_answers() -> None:
-    with rig(2) as copies:
+    with rig(2, resumes=False) as copies:
         retired = copies.loop.copies[0].loop
         inbox = copies.submit("a")
         copies.where("a")

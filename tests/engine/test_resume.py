@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,14 @@ from djl_python_neuronx.engine.loop import LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread
+from djl_python_neuronx.errors import BackendUnavailableError, ServingError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.engine.loops import Parts, Recorder, collect, request, shown, text
 from tests.engine.test_loop import in_parts
+from tests.engine.test_replicas import Rig, rig
 from tests.processes import PATIENCE_S, wait_until
 
 LENGTH = 12
@@ -201,3 +204,118 @@ def test_a_text_that_is_held_back_is_shown_after_the_death() -> None:
         assert hosts[1].receive("add")["given_ids"] == [7, 8]
         hosts[1].step(TokenOutput("a", (5,), FinishReason.LENGTH), running=0)
         assert text(collect(inbox, "a")["a"]) == shown([7, 8, 5])
+
+
+def retire(copies: Rig, i: int, heir: Rig | None = None) -> None:
+    copies.hosts[i][-1].ended.set()
+    copies.loop.retire(i, None if heir is None else heir.loop)
+
+
+def given(host: Parts) -> tuple[str, list[int]]:
+    """A request that an engine gets, and the tokens that it has."""
+    got = host.receive("add")
+    return got["request_id"], got["given_ids"]
+
+
+def test_what_a_retired_copy_runs_goes_on_at_the_others() -> None:
+    with rig(2) as copies:
+        inbox = copies.submit("a", "a.1")
+        assert copies.where("a", "a.1") == 0
+        copies.begin(0, "a")
+        copies.hosts[0][0].step(TokenOutput("a", (7,)))
+        assert text(inbox.drain(PATIENCE_S)) == shown([7])
+        retire(copies, 0)
+        assert [copies.hosts[0][0].receive("abort") for _ in "12"] == ["a", "a.1"]
+        assert [given(copies.hosts[1][0]) for _ in "12"] == [("a", [7]), ("a.1", [])]
+        copies.hosts[1][0].step(TokenOutput("a", (8,), FinishReason.LENGTH))
+        assert text(collect(inbox, "a")["a"]) == shown([8])
+        copies.loop.abort("a.1")
+        assert copies.hosts[1][0].receive("abort") == "a.1"
+        assert copies.recorder.seen.count("resumed a 1") == 1
+
+
+def test_requests_outlive_their_copies_at_those_of_an_heir() -> None:
+    """First at a copy that runs, then at one that is not started yet; and back, if that cannot be started."""
+    with rig(2) as old:
+        new = Rig(2)
+        inboxes = [old.submit(name) for name in "ab"]
+        assert (old.where("a"), old.where("b")) == (0, 1)
+        for i, name in enumerate("ab"):
+            old.begin(i, name)
+            old.hosts[i][0].step(TokenOutput(name, (7,)))
+            assert text(inboxes[i].drain(PATIENCE_S)) == shown([7])
+        retire(old, 0, new)
+        assert given(old.hosts[1][0]) == ("a", [7])
+        new.loop.start(0)
+        retire(old, 1, new)
+        assert [given(new.hosts[0][0]) for _ in "12"] == [("b", [7]), ("a", [7])]
+        new.hosts[0][0].step(TokenOutput("b", (8,)), TokenOutput("a", (9,)))
+        assert text(inboxes[1].drain(PATIENCE_S)) == shown([8])
+        old.loop.abort("a")
+        assert new.hosts[0][0].receive("abort") == "a"
+        # The new copies are replaced by the old ones, none of which runs.
+        retire(new, 0, old)
+        assert old.owners("b") == [0]
+        old.loop.start(0)
+        assert given(old.hosts[0][-1]) == ("b", [7, 8])
+        old.hosts[0][-1].step(TokenOutput("b", (5,), FinishReason.LENGTH), running=0)
+        assert text(collect(inboxes[1], "b")["b"]) == shown([5])
+        new.loop.close()
+        for host in new.hosts[0]:
+            host.engine.close()
+
+
+def test_a_request_that_waits_for_an_heir_keeps_its_deadline_and_is_ended_with_it() -> None:
+    with rig(1) as old:
+        new = Rig(1)
+        inboxes = [old.submit(name, max_seconds=s) for name, s in (("late", 1.0), ("left", 3600.0))]
+        old.begin(0, "late", "left")
+        old.hosts[0][0].step(TokenOutput("late", (7,)), TokenOutput("left", (7,)))
+        wait_until(lambda: all(stream.output_ids for stream in old.loop.streams))
+        retire(old, 0, new)
+        assert new.owners("late") == new.owners("left") == [0]
+        Parts.loads = False
+
+        def start() -> None:
+            with pytest.raises(ServingError):
+                new.loop.start(0)
+
+        starting = threading.Thread(target=start)
+        starting.start()
+        assert collect(inboxes[0], "late")["late"][-1].finish_reason is FinishReason.TIME
+        new.loop.close(join_s=0.1)
+        assert isinstance(collect(inboxes[1], "left")["left"][-1].error, BackendUnavailableError)
+        new.hosts[0][0].ended.set()
+        new.hosts[0][0].engine.close()
+        starting.join(PATIENCE_S)
+        assert not starting.is_alive()
+
+
+def test_an_heir_with_other_limits_leaves_what_does_not_fit_to_the_old_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rig(2) as old:
+        monkeypatch.setattr(Parts, "spec", replace(Parts.spec, max_model_len=4, token_buckets=(4,)))
+        with rig(2) as new:
+            inbox = old.submit("a", max_new_tokens=9)
+            old.begin(0, "a")
+            old.hosts[0][0].step(TokenOutput("a", (7, 8)))
+            wait_until(lambda: old.loop.streams[0].output_ids)
+            old.loop.copies[1].takes = False
+            retiring = threading.Thread(target=retire, args=(old, 0, new))
+            retiring.start()
+            wait_until(lambda: not old.loop.copies[0].alive)
+            old.hosts[0][0].step(TokenOutput("a", (9,), FinishReason.LENGTH), running=0)
+            assert text(collect(inbox, "a")["a"]) == shown([7, 8, 9])
+            retiring.join(PATIENCE_S)
+            assert not retiring.is_alive()
+
+
+def test_what_waits_for_copies_that_are_lost_gets_their_error() -> None:
+    with rig(1) as old:
+        new = Rig(1)
+        inbox = old.submit("a")
+        retire(old, 0, new)
+        new.loop.lose(0, BackendUnavailableError("the device is gone"))
+        assert "the device is gone" in str(collect(inbox, "a")["a"][-1].error)
+        new.loop.close()

@@ -39,7 +39,7 @@ from djl_python_neuronx.planning import backend_choice as loaders
 from djl_python_neuronx.planning import machines, plan
 from djl_python_neuronx.planning.backend_choice import Library
 from djl_python_neuronx.planning.machines import DeviceInfo
-from djl_python_neuronx.service import Service
+from djl_python_neuronx.service import Service, _files
 from tests.doubles.neuron_machine import GRAPHS, TINY, load
 from tests.doubles.s3_proxy import wait_until
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
@@ -407,6 +407,24 @@ def test_nothing_is_started_before_it_is_wanted(machine, options):
     service.loop.retire(0)
     assert engines(os.getpid()) == others
     service.close()
+
+
+def test_a_model_is_the_same_while_its_files_are(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    (folder / "link").symlink_to("nowhere")
+    found = [_files(folder), _files(folder)]
+    for change in (
+        lambda: os.utime(folder / "config.json", (1, 1)),
+        lambda: (folder / "tokenizer.json").write_text("{}"),
+        lambda: (folder / "new").touch(),
+        lambda: (folder / "new").unlink(),
+    ):
+        change()
+        found.append(_files(folder))
+    assert found[0] == found[1]
+    assert len({*found}) == 4, "the last change was that of the one before"
+    assert found[-1] == found[-3]
 
 
 KILLED = """

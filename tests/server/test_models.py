@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -549,8 +550,12 @@ def test_collections_of_garbage_leave_out_what_is_loaded_and_find_what_a_reload_
     gc.unfreeze()
 
 
-def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
-    reloading = Reloading()
+@pytest.mark.parametrize("how", ["resumes", "off", "another model"])
+def test_requests_wait_at_the_door_while_the_only_copy_is_replaced(how: str) -> None:
+    reloading, resumes = Reloading(resume_requests=how != "off"), how == "resumes"
+    if how == "another model":
+        service: Any = reloading.model.service
+        service.files = frozenset({(Path("model.safetensors"), 1, 1)})
     (old,) = reloading.made[0]
     begun = old.num_steps
     old.hang_at = {begun + 4}
@@ -573,15 +578,21 @@ def test_requests_wait_at_the_door_while_the_only_copy_is_replaced() -> None:
     threads += [ask([7, 8]), ask([9])]
     model = reloading.model
     wait_until(lambda: model._door is not None and len(model._door._done_callbacks) == 2)  # type: ignore[attr-defined]
-    old.resume.set()  # what runs ends on the old engine, and nothing else comes to it
-    threads[0].join(PATIENCE_S)
-    assert answers[0].json() == {"generated_text": answer([5, 6], 9)}
-    assert (old.num_steps - begun, ping().status_code) == (9, 503)
+    old.resume.set()
+    if not resumes:  # what runs ends on the old engine, and nothing else comes to it
+        threads[0].join(PATIENCE_S)
+        assert answers[0].json() == {"generated_text": answer([5, 6], 9)}
+        assert old.num_steps - begun == 9
+    wait_until(lambda: old.closed)
+    assert ping().status_code == 503
     reloading.hold.set()
     for thread in threads:
         thread.join(PATIENCE_S)
     texts = {found.json()["generated_text"] for found in answers}
     assert texts == {answer(prompt, 9) for prompt in ([5, 6], [7, 8], [9])}
+    assert old.num_steps - begun == (5 if resumes else 9)
+    metrics = http.get(reloading.url + "/metrics").text
+    assert f'djl_neuronx_resumed_requests_total{{model="toy"}} {float(resumes)}' in metrics
     wait_until(lambda: ping().status_code == 200)
     reloading.close()
 
@@ -718,7 +729,7 @@ def test_who_waits_for_the_only_copy_hears_that_it_is_lost() -> None:
     wait_until(lambda: model._door is not None and model._door._done_callbacks)  # type: ignore[attr-defined]
     reloading.hold.set()
     thread.join(PATIENCE_S / 2)
-    assert (found[0].status_code, "no copy of the model" in found[0].text) == (503, True)
+    assert (found[0].status_code, "the device is gone" in found[0].text) == (503, True)
     reloading.close()
 
 

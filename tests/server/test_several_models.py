@@ -48,8 +48,6 @@ PROMPTS = (
     "g h i j k l m n o p q r",
 )
 """The three models go on in different ways, without special tokens or parts of characters."""
-LOST = ("error 503 backend_unavailable", "error event 503 backend_unavailable")
-"""Outcomes of requests that had tokens when their engine ended."""
 COPIES = {"tiny": 1, "twin": 2}
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 EOS = (1, 6)
@@ -216,22 +214,18 @@ def test_a_request_for_no_model_or_an_unknown_one_is_refused_with_the_names(serv
     assert [entry["id"] for entry in listed] == [*COPIES]
 
 
-def test_a_copy_that_is_killed_costs_what_it_had_begun_and_nothing_else(server):
+def test_a_copy_that_is_killed_costs_nothing(server):
     killed, living = engines_of(server.front, server.twin)
     pauses = threading.Event()
     with server.asked(pauses) as found:
         server.until(lambda: {each.model for each in found} == {*COPIES})
-        killed_s = time.monotonic()
         os.kill(killed, signal.SIGKILL)
         pauses.set()
         server.until(lambda: sum(server.samples("engine_deaths_total", "twin")) == 1)
         assert server.get("/ping").status == 200
         server.until(lambda: "engine_restarted" in server.log_text)
         server.until_asked(found, "twin")
-    for each in found:
-        lost = each.model == "twin" and each.sent_s < killed_s < each.ended_s
-        assert each.outcome == "right 0" or (lost and each.outcome in LOST), each
-    assert sum(each.outcome in LOST for each in found) <= SLOTS
+    assert {each.outcome for each in found} == {"right 0"}
     assert sum(server.samples("engine_deaths_total", "tiny")) == 0
     after = engines_of(server.front, server.twin)
     assert len(after) == COPIES["twin"]
