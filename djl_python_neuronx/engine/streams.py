@@ -26,6 +26,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Tokenizer
 
+FIRST = -(2**62)
+"""Priority of a request that goes on at another engine: lower than that of any that a client sends."""
 MAX_UNREAD_DELTAS = 8192
 """Deltas that may wait for a client that reads slowly; in an answer they are about 1 MB."""
 MAX_SUNK_DELTAS = 128
@@ -215,8 +217,14 @@ class Stream:
         request, given_ids = self.request, self.output_ids.copy()
         self.num_given = len(given_ids)
         """The tokens that are in `message`."""
+        # A client that has the beginning of an answer waits for no other's.
+        priority = FIRST if given_ids else request.priority
         self.message = encode_request(
-            request, self.text.stop_tokens, seed=self._seed, given_ids=given_ids
+            request,
+            self.text.stop_tokens,
+            seed=self._seed,
+            given_ids=given_ids,
+            priority=priority,
         )
 
     def resume(self) -> bool:

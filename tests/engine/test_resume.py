@@ -15,7 +15,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.loop import LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
-from djl_python_neuronx.engine.streams import BlockingQueue
+from djl_python_neuronx.engine.streams import FIRST, BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread
 from djl_python_neuronx.errors import BackendUnavailableError, ServingError
 from djl_python_neuronx.sampling import SamplingParams
@@ -152,7 +152,7 @@ def test_the_next_engine_gets_the_request_with_its_tokens_and_the_same_seed() ->
         wait_until(lambda: loop.streams[0].output_ids == [7, 8, 9])
         die(hosts[0])
         wait_until(lambda: len(hosts) == 2)
-        assert hosts[1].receive("add") == {**first, "given_ids": [7, 8, 9]}
+        assert hosts[1].receive("add") == {**first, "given_ids": [7, 8, 9], "priority": FIRST}
         assert hosts[1].receive("add") == second
         hosts[1].engine.send("entering", ["begun", "waiting"])
         hosts[1].step(TokenOutput("begun", (4,)), running=2)
