@@ -60,17 +60,28 @@ LIMIT = 1.05
 PAIR_STEPS = 60
 TOKENIZER_DIR = Path(__file__).parent.parent / "examples" / "tiny-llama"
 
+TOPK_TOPP = SamplingParams(temperature=TEMPERATURE, top_k=50, top_p=0.9)
 SETTINGS = {
     "greedy": SamplingParams(),
-    "topk_topp": SamplingParams(temperature=TEMPERATURE, top_k=50, top_p=0.9),
+    "topk_topp": TOPK_TOPP,
     "topp": SamplingParams(temperature=TEMPERATURE, top_p=0.9),
-    "topk_topp_rep": SamplingParams(
-        temperature=TEMPERATURE, top_k=50, top_p=0.9, repetition_penalty=1.1
-    ),
+    "topk_topp_rep": replace(TOPK_TOPP, repetition_penalty=1.1),
+    # LangChain's defaults.
+    "topk_topp_typical": replace(TOPK_TOPP, top_k=10, top_p=0.95, typical_p=0.95),
+    "typical": SamplingParams(temperature=TEMPERATURE, typical_p=0.9),
+    "topp_typical": SamplingParams(temperature=TEMPERATURE, top_p=0.9, typical_p=0.9),
+    "penalties": replace(TOPK_TOPP, presence_penalty=0.5, frequency_penalty=0.5),
+    "bias": replace(TOPK_TOPP, logit_bias=tuple((token, -5.0) for token in range(300))),
+    "allowed": replace(TOPK_TOPP, allowed_token_ids=tuple(range(1000))),
+    "bad_words": replace(TOPK_TOPP, bad_words=tuple((i, i + 1) for i in range(0, 200, 2))),
+    "suppress": replace(TOPK_TOPP, suppress_tokens=(5, 6), begin_suppress_tokens=(7,)),
+    "ngrams": replace(TOPK_TOPP, no_repeat_ngram_size=3),
+    "min_tokens": SamplingParams(min_new_tokens=1),
     "greedy_grammar": SamplingParams(),
 }
 GRAMMARS = {"greedy_grammar": "start: /( t[0-9]+)*!/"}
 """Of the settings whose rows have one. All tokens may follow, and the text never ends: no token has its last letter."""
+USUAL = ("greedy", "topk_topp", "topp", "topk_topp_rep")
 
 
 @dataclass(frozen=True)
@@ -222,6 +233,8 @@ def _generate(
 ) -> float:
     """Run a full batch to its end through loop, text and formatter; CPU seconds of all but the device."""
     sampling = sampling or SETTINGS[case.setting]
+    if sampling.min_new_tokens:
+        sampling = replace(sampling, min_new_tokens=num_tokens)
     random = np.random.default_rng(1)
     tokenizer = TableTokenizer(case.vocab)
     loop = Replicas(
@@ -338,7 +351,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--vocab", type=int, nargs="*", default=[32_000, 128_256])
     parser.add_argument("--batch", type=int, nargs="*", help="default 1 8 32 128; with --pair 8")
-    parser.add_argument("--setting", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument(
+        "--setting",
+        nargs="*",
+        choices=list(SETTINGS),
+        help=f"default all; with --pair {' '.join(USUAL)}",
+    )
     parser.add_argument(
         "--logits", nargs="*", choices=["peaked", "flat"], help="default both; with --pair flat"
     )
@@ -365,7 +383,7 @@ def _pair(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     handed_on = [
         *("--vocab", *map(str, arguments.vocab)),
         *("--batch", *map(str, arguments.batch or [8])),
-        *("--setting", *arguments.setting),
+        *("--setting", *(arguments.setting or USUAL)),
         *("--logits", *(arguments.logits or ["flat"])),
         *("--format", *arguments.format),
         *("--device-ms", str(arguments.device_ms)),
@@ -379,10 +397,11 @@ def _pair(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _single(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    settings = arguments.setting or list(SETTINGS)
     cases = itertools.product(
         arguments.vocab,
         arguments.batch or [1, 8, 32, 128],
-        arguments.setting,
+        settings,
         arguments.logits or ["peaked", "flat"],
         arguments.format,
     )
@@ -394,12 +413,10 @@ def _single(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 num_tokens=arguments.steps or _num_tokens(case),
                 device_s=arguments.device_ms / 1e3,
             )
-    narrowed = "topk_topp_rep" not in arguments.setting and arguments.only != "growth"
+    narrowed = "topk_topp_rep" not in settings and arguments.only != "growth"
     if arguments.only in (None, "growth") and not narrowed:
         yield growth(min(arguments.vocab), 8)
-    if arguments.only in (None, "load") and (
-        "greedy" in arguments.setting or arguments.only == "load"
-    ):
+    if arguments.only in (None, "load") and ("greedy" in settings or arguments.only == "load"):
         yield from under_load(min(arguments.vocab), 8)
 
 

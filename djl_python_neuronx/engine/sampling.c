@@ -149,32 +149,19 @@ INLINE float float_of(uint32_t bits)
 
 /* ---- Stage 1: edit ---- */
 
-/* Copy a row, with -inf in place of tokens that the mask excludes; `mask` NULL: it excludes none. */
-INLINE void copy(const float *row, int64_t size, const uint32_t *mask, float *edited)
-{
-    for (int64_t start = 0; start < size; start += WORD) {
-        int64_t count = size - start < WORD ? size - start : WORD;
-        uint32_t allowed = mask ? mask[start / WORD] : UINT32_MAX;
-        for (int j = 0; j < WORD; j += CACHE_LINE)
-            __builtin_prefetch(row + start + AHEAD + j);
-        if (count == WORD && allowed == UINT32_MAX)
-            memcpy(edited + start, row + start, WORD * sizeof *row);
-        else if (count == WORD)
-            for (int j = 0; j < WORD; j++)
-                edited[start + j] = allowed >> j & 1 ? row[start + j] : -HUGE_VALF;
-        else
-            for (int64_t j = 0; j < count; j++)
-                edited[start + j] = allowed >> j & 1 ? row[start + j] : -HUGE_VALF;
-    }
-}
+/* 1 if a mask allows a token; NULL: it allows all. */
+INLINE int allows(const uint32_t *mask, int64_t i) { return !mask || (mask[i / WORD] >> i % WORD & 1); }
 
-/* Apply the slot's own rules to a row. Returns the row itself if it has none, else `edited`. `mask`: see `copy`. */
+/* Apply the rules of the slot's list to a row. Returns `edited`. */
 INLINE const float *edit(const float *row, int64_t size, const struct rules *rules, const struct listed *listed,
-                         const uint32_t *mask, float *edited)
+                         float *edited)
 {
-    if (!mask && !rules->num_listed)
-        return row;
-    copy(row, size, mask, edited);
+    for (int64_t start = 0; start < size; start += LINE) {
+        int64_t count = size - start < LINE ? size - start : LINE;
+        for (int j = 0; j < LINE; j += CACHE_LINE)
+            __builtin_prefetch(row + start + AHEAD + j);
+        memcpy(edited + start, row + start, (size_t)count * sizeof *row);
+    }
     for (int32_t i = 0; i < rules->num_listed; i++) {
         int32_t count = listed[i].count;
         float value = edited[listed[i].id] + listed[i].bias;
@@ -203,10 +190,10 @@ static void enter(struct rules *rules, struct listed *listed, int32_t token)
 /* ---- Stage 2: draw ---- */
 
 /*
- * The largest value of a row; NaN if the row has one. Of each whole group of elements `maxima` gets LANES
- * values: the maxima of those of its elements that are LANES apart.
+ * The largest value of a row that the mask allows; NaN if one of these is. Of each whole group of elements `maxima` gets
+ * LANES values: the maxima of those of its elements that are LANES apart.
  */
-INLINE float survey(const float *row, int64_t size, float *maxima)
+INLINE float survey(const float *row, int64_t size, const uint32_t *mask, float *maxima)
 {
     float best = -HUGE_VALF, lanes[LANES];
     uint32_t odd = 0;
@@ -218,15 +205,27 @@ INLINE float survey(const float *row, int64_t size, float *maxima)
         float top[LINE];
         uint32_t nan[LINE / 2] = {0};
         for (int j = 0; j < LINE; j++)
-            top[j] = group[j];
+            top[j] = -HUGE_VALF;
         for (int line = 0; line < GROUP; line += LINE) {
+            const float *values = group + line;
+            float allowed[LINE];
             /* Rows come from memory, where the processor's own prefetching is too slow: this halves the time. */
             for (int j = 0; j < LINE; j += CACHE_LINE)
-                __builtin_prefetch(group + AHEAD + line + j);
+                __builtin_prefetch(values + AHEAD + j);
+            if (mask) {
+                const uint32_t *words = mask + (start + line) / WORD;
+                if (!(words[0] | words[1]))
+                    continue;
+                for (int j = 0; j < WORD; j++)
+                    allowed[j] = words[0] >> j & 1 ? values[j] : -HUGE_VALF;
+                for (int j = 0; j < WORD; j++)
+                    allowed[WORD + j] = words[1] >> j & 1 ? values[WORD + j] : -HUGE_VALF;
+                values = allowed;
+            }
             for (int j = 0; j < LINE; j++)
-                top[j] = top[j] > group[line + j] ? top[j] : group[line + j];
+                top[j] = top[j] > values[j] ? top[j] : values[j];
             for (int j = 0; j < LINE / 2; j++)
-                nan[j] |= __builtin_isunordered(group[line + j], group[line + LINE / 2 + j]);
+                nan[j] |= __builtin_isunordered(values[j], values[LINE / 2 + j]);
         }
         for (int j = 0; j < LINE / 2; j++)
             odd |= nan[j];
@@ -242,8 +241,9 @@ INLINE float survey(const float *row, int64_t size, float *maxima)
     for (int j = 0; j < LANES; j++)
         best = best > lanes[j] ? best : lanes[j];
     for (int64_t i = whole; i < size; i++) {
-        best = best > row[i] ? best : row[i];
-        odd |= row[i] != row[i];
+        float value = allows(mask, i) ? row[i] : -HUGE_VALF;
+        best = best > value ? best : value;
+        odd |= value != value;
     }
     return odd ? NAN : best;
 }
@@ -257,13 +257,13 @@ INLINE int reaches(const float *values, int64_t count, float least)
     return any;
 }
 
-/* The first place of a row's largest value. */
-INLINE int64_t first(const float *row, int64_t size, float value, const float *maxima)
+/* The first place of the largest value that the mask allows. */
+INLINE int64_t first(const float *row, int64_t size, const uint32_t *mask, float value, const float *maxima)
 {
     int64_t start = 0, whole = size / GROUP * GROUP;
     for (; start < whole && !reaches(maxima, LANES, value); start += GROUP)
         maxima += LANES;
-    while (row[start] != value)
+    while (row[start] != value || !allows(mask, start))
         start++;
     return start;
 }
@@ -312,8 +312,12 @@ INLINE float floor_of(const float *values, int64_t count, int64_t wanted, int64_
     return unordered((int32_t)low);
 }
 
-/* Copy the values from `least` on, in their order, with their places. `maxima`: see `survey`. Returns their number. */
-INLINE int64_t collect(const float *row, int64_t size, float least, const float *maxima, float *values, int32_t *ids)
+/*
+ * Copy the values from `least` on that the mask allows, in their order, with their places. `maxima`: see `survey`.
+ * Returns their number.
+ */
+INLINE int64_t collect(const float *row, int64_t size, const uint32_t *mask, float least, const float *maxima,
+                       float *values, int32_t *ids)
 {
     int64_t count = 0, whole = size / GROUP * GROUP;
     for (int64_t group = 0; group < size; group += GROUP, maxima += LANES) {
@@ -325,7 +329,7 @@ INLINE int64_t collect(const float *row, int64_t size, float least, const float 
             if (!reaches(row + start, end - start, least))
                 continue;
             for (int64_t i = start; i < end; i++) {
-                if (row[i] >= least) {
+                if (row[i] >= least && allows(mask, i)) {
                     values[count] = row[i];
                     ids[count++] = (int32_t)i;
                 }
@@ -335,14 +339,15 @@ INLINE int64_t collect(const float *row, int64_t size, float least, const float 
     return count;
 }
 
-/* Reduce a row to its `top_k` largest values and those that equal the last of them. Returns their number. */
-INLINE int64_t select_top_k(const float *row, int64_t size, int64_t top_k, float best, struct scratch *s)
+/* Reduce a row to its `top_k` largest values, of those allowed, and ties with the last. Returns their number. */
+INLINE int64_t select_top_k(const float *row, int64_t size, const uint32_t *mask, int64_t top_k, float best,
+                            struct scratch *s)
 {
     int64_t pool = size / GROUP * LANES;
     float least = -FLT_MAX;
     if (2 * top_k <= pool)
         least = floor_of(s->maxima, pool, top_k, top_k / 8, best);
-    int64_t count = collect(row, size, least, s->maxima, s->values, s->ids);
+    int64_t count = collect(row, size, mask, least, s->maxima, s->values, s->ids);
     if (count <= top_k)
         return count;
     least = floor_of(s->values, count, top_k, 0, best);
@@ -381,6 +386,20 @@ INLINE void weigh(const float *restrict values, int64_t count, float best, float
             float weight = power((values[start + j] - best) * scale);
             weights[start + j] = weight;
             columns[j] += weight;
+        }
+    }
+}
+
+/* Set the weights of tokens that the mask excludes to 0, and fill `columns` anew. */
+INLINE void drop_excluded(const uint32_t *mask, float *restrict weights, int64_t count, float *restrict columns)
+{
+    memset(columns, 0, COLUMNS * sizeof *columns);
+    for (int64_t start = 0; start < count; start += WORD) {
+        int64_t width = count - start < WORD ? count - start : WORD;
+        for (int64_t j = 0; j < width; j++) {
+            float weight = mask[start / WORD] >> j & 1 ? weights[start + j] : 0.0f;
+            weights[start + j] = weight;
+            columns[start % COLUMNS + j] += weight;
         }
     }
 }
@@ -503,11 +522,13 @@ INLINE int64_t draw_among(const float *keys, double share, double least_mass, co
     }
 }
 
-/* Draw a place of the values, the largest of which is `best`. */
-INLINE int64_t draw(const struct rules *rules, const float *values, float best, int32_t position, int64_t count,
-                    struct scratch *s)
+/* Draw a place of the values that the mask allows, the largest of which is `best`. */
+INLINE int64_t draw(const struct rules *rules, const float *values, const uint32_t *mask, float best, int32_t position,
+                    int64_t count, struct scratch *s)
 {
     weigh(values, count, best, rules->scale, s->weights, s->columns);
+    if (mask)
+        drop_excluded(mask, s->weights, count, s->columns);
     double least_mass = rules->top_p * sum(s->columns, count);
     if (rules->min_p > 0)
         drop(s->weights, float_of(bits_of(rules->min_p) - 1), s->weights, count, s->columns);
@@ -527,16 +548,17 @@ enum { NO_TOKEN = -1, NONE_ALLOWED = -2 };
 FOR_EACH_PROCESSOR static int32_t token_of(const struct rules *rules, const float *row, const struct listed *listed,
                                            const uint32_t *mask, int32_t position, int64_t size, struct scratch *s)
 {
-    row = edit(row, size, rules, listed, mask, s->edited);
-    float best = survey(row, size, s->maxima);
+    if (rules->num_listed)
+        row = edit(row, size, rules, listed, s->edited);
+    float best = mask ? survey(row, size, mask, s->maxima) : survey(row, size, NULL, s->maxima);
     if (!(best >= -FLT_MAX && best <= FLT_MAX))
         return mask && best == -HUGE_VALF ? NONE_ALLOWED : NO_TOKEN;
     if (rules->top_k == 1)
-        return (int32_t)first(row, size, best, s->maxima);
+        return (int32_t)first(row, size, mask, best, s->maxima);
     if (rules->top_k == 0 || rules->top_k >= size)
-        return (int32_t)draw(rules, row, best, position, size, s);
-    int64_t count = select_top_k(row, size, rules->top_k, best, s);
-    return s->ids[draw(rules, s->values, best, position, count, s)];
+        return (int32_t)draw(rules, row, mask, best, position, size, s);
+    int64_t count = select_top_k(row, size, mask, rules->top_k, best, s);
+    return s->ids[draw(rules, s->values, NULL, best, position, count, s)];
 }
 
 /* ---- Rows and threads ---- */
