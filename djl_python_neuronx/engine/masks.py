@@ -77,7 +77,13 @@ class Masks:
 
     def note(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Begin to make the masks that follow a step's tokens; -1 or less is none."""
-        self._order(partial(self._note, slots, token_ids))
+        # Chosen now: a slot may have another sequence when the order is carried out.
+        noted = [
+            (slot, token_id)
+            for slot, token_id in zip(slots, token_ids, strict=True)
+            if token_id >= 0 and slot in self._constrained
+        ]
+        self._order(partial(self._note, noted))
 
     def wait(self) -> None:
         """Wait until the masks are made."""
@@ -99,11 +105,10 @@ class Masks:
         self._num_ordered += 1
         self._orders.put(order)
 
-    def _note(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            if token_id >= 0 and slot in self._constrained:
-                self._constrained[slot][0].append(token_id)
-                self._make(slot)
+    def _note(self, noted: Sequence[tuple[int, int]]) -> None:
+        for slot, token_id in noted:
+            self._constrained[slot][0].append(token_id)
+            self._make(slot)
 
     def _make(self, slot: int) -> None:
         output_ids, constraints = self._constrained[slot]

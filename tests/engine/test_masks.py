@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.engine.steps import assert_clean, request, run, tokens
+from tests.processes import PATIENCE_S
 
 
 class Ascending:
@@ -31,6 +33,36 @@ class Ascending:
         for token in range(32 * len(bits)):
             if not self.allows(output_ids, token):
                 bits[token // 32] &= ~np.uint32(1 << token % 32)
+
+
+class Noting:
+    """Keeps the outputs that it gets. It waits with the first one that has tokens."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.seen = threading.Event(), list[list[int]]()
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        assert not output_ids or self.goes_on.wait(PATIENCE_S)
+        self.seen.append([*output_ids])
+
+
+def test_a_token_of_the_sequence_before_is_none_of_the_next_one_in_its_slot() -> None:
+    """The slot changes hands while the masks of the step before are made."""
+    sampler, logits = Sampler(2, 64), np.zeros((2, 64), np.float32)
+    slots, at = np.arange(2, dtype=np.int32), np.zeros(2, np.int32)
+    logits[:, 5] = 1.0
+    first, second = Noting(), Noting()
+    second.goes_on.set()
+    sampler.assign(0, SamplingParams(), [1], 7, (), [first])
+    sampler.assign(1, SamplingParams(), [1], 7)
+    sampler.sample(logits, slots, at)
+    sampler.release(1)
+    sampler.assign(1, SamplingParams(), [1], 7, (), [second])
+    first.goes_on.set()
+    for _ in range(2):
+        sampler.sample(logits, slots, at)
+    assert first.seen[:3] == [[], [5], [5, 5]]
+    assert second.seen[:2] == [[], [5]]
 
 
 @pytest.mark.parametrize("native", [True, False])
