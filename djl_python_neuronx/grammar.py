@@ -112,7 +112,9 @@ def checked(kind: str, text: str) -> str:
 
 def reason(compiled: Any) -> str:  # noqa: ANN401
     """The reason that a matcher has failed, in one line."""
-    line: str = _PLACE.sub("", compiled.get_error().partition("\n")[0])
+    first, *more = compiled.get_error().split("\n")
+    details = [one.removeprefix("error:") for one in more if one.startswith("error:")]
+    line: str = _PLACE.sub("", "".join([first, *details]))
     if line.startswith("NoExtension"):
         return "no text fulfils it"
     line = line.removeprefix("failed to compile JSON schema: ").partition(" Enable ")[0]

@@ -41,7 +41,7 @@ LOAD_S = 600.0
 """Most time of a load. Those of old files, which the library converts, take minutes."""
 DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
-GRAMMAR_S = 2.0
+GRAMMAR_S = 5.0
 """Most time to check a grammar. Those that the library's own limits allow take at most 0.5 s (2 vCPU, 2026-11)."""
 MOST_VERDICTS = 64
 """Grammars of which the verdict is kept. Each may have `grammar.MOST_CHARS` characters."""

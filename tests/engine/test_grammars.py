@@ -1,0 +1,135 @@
+"""Masks of grammars against languages of which all texts are listed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="makes the masks")
+
+from djl_python_neuronx.engine.grammars import Grammar, Grammars
+from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.grammar import checked
+from djl_python_neuronx.types import EngineRequest
+from tests.doubles.toy_backend import TOY_SPEC
+
+PIECES = [
+    *(b"<pad>", b"<s>", b"</s>"),
+    *(
+        b"a",
+        b"ab",
+        b"b",
+        b"c",
+        b"bc",
+        b'"',
+        b'"a',
+        b"",
+        b"\xc3",
+        b"\xa9",
+        "é".encode(),
+        b"ca",
+        b"a",
+        b"aab",
+        b"\xff",
+    ),
+    *(b"bc\xc3", b"cab", b"<|end|>"),
+]
+SPECIAL, EOS, STOP = {0, 1, 2, 20}, {2, 35}, 5
+"""One of the ends is beyond the tokenizer's tokens, and one special token is none. `STOP` is "b" where it is no end."""
+SPEC = replace(TOY_SPEC, vocab_size=37, eos_ids=frozenset(EOS))
+
+
+def asked(kind: str, value: object, **fields: object) -> EngineRequest:
+    grammar = checked(kind, json.dumps([value, None]))
+    return EngineRequest("a", [1], grammar=grammar, **fields)  # type: ignore[arg-type]
+
+
+def mask(grammar: Grammar, output_ids: list[int]) -> set[int]:
+    bits = np.full(2, 0xFFFFFFFF, np.uint32)
+    grammar.narrow(bits, output_ids)
+    return set(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist())
+
+
+def expected(words: list[str], output_ids: list[int], fields: dict[str, object]) -> set[int]:
+    """The tokens with which the output is the beginning of a word, and the ends where it is one."""
+    text = b"".join(PIECES[i] for i in output_ids)
+    texts = [word.encode() for word in words]
+    ends = set() if fields.get("ignore_eos") else set(EOS)
+    ends |= fields.get("stop_token_ids", set())  # type: ignore[arg-type]
+    others = {
+        i
+        for i, piece in enumerate(PIECES)
+        if piece
+        and i not in SPECIAL | ends
+        and any(word.startswith(text + piece) for word in texts)
+    }
+    if text not in texts:
+        return others
+    return others | ends or set(EOS)
+
+
+def test_a_mask_has_the_tokens_that_may_follow() -> None:
+    """Along random texts of random languages; a grammar that reads the whole output at once has the same mask."""
+    rng = random.Random(4)
+    grammars = Grammars([piece.decode("latin-1") for piece in PIECES], [*SPECIAL], SPEC)
+    wrong = []
+    for turn in range(120):
+        letters = rng.choice(["ab", "abc", 'a"', "aé", "cab"])
+        sizes = [rng.randrange(0 if turn % 9 else 1, 7) for _ in range(rng.randrange(1, 12))]
+        words = ["".join(rng.choices(letters, k=size)) for size in sizes]
+        fields: dict[str, object] = [{}, {"ignore_eos": True}, {"stop_token_ids": frozenset({20})}][
+            turn % 3
+        ]
+        if turn % 2 and any(words):
+            words = [word for word in words if word]
+            one = asked("regex", "|".join(map(re.escape, words)), **fields)
+        else:
+            one = asked("choice", words, **fields)
+        grammar, output_ids = grammars.new(one), list[int]()
+        while True:
+            found, wanted = mask(grammar, output_ids), expected(words, output_ids, fields)
+            if found != wanted or mask(grammars.new(one), output_ids) != wanted:
+                wrong.append((words, fields, output_ids, found, wanted))
+                break
+            following = sorted(wanted - EOS - {20})
+            if not following:
+                break
+            output_ids = [*output_ids, rng.choice(following)]
+    assert wrong == []
+
+
+def test_a_stop_token_comes_where_the_grammar_may_end() -> None:
+    grammars = Grammars([piece.decode("latin-1") for piece in PIECES], [*SPECIAL], SPEC)
+    grammar = grammars.new(asked("choice", ["ab", "abc"], stop_token_ids=frozenset({STOP})))
+    assert mask(grammar, []) == {3, 4, 15}, "a, ab and the other a"
+    assert mask(grammar, [4]) == {6, 2, 35, STOP}
+    other = grammars.new(asked("choice", ["ab"], stop_token_ids=frozenset({STOP})))
+    assert mask(other, [3]) == set(), "b is an end, and the text is no whole one"
+
+
+def test_what_no_tokens_can_write_is_refused() -> None:
+    grammars = Grammars([piece.decode("latin-1") for piece in PIECES], [*SPECIAL], SPEC)
+    with pytest.raises(RequestError, match="cannot be fulfilled by this model's tokens"):
+        grammars.new(asked("choice", ["xyz"]))
+
+
+def test_a_grammar_that_exceeds_its_limits_later_has_an_error() -> None:
+    schema = {"type": "object", "properties": {f"a{i}": {} for i in range(700)}}
+    lark = f'%llguidance {{"no_forcing": true}}\nstart: "a" | "b" %json {json.dumps(schema)}'
+    spec = replace(SPEC, vocab_size=256)
+    one = Grammars([chr(i) for i in range(256)], [], spec).new(
+        EngineRequest("a", [1], grammar=lark)
+    )
+    bits = np.zeros(8, np.uint32)
+    one.narrow(bits, [])
+    assert bits.any()
+    assert one.error is None
+    one.narrow(bits, [ord(letter) for letter in 'b{"a'])
+    assert not bits.any()
+    assert isinstance(one.error, RequestError)
+    assert "the grammar exceeds its limits" in str(one.error)
