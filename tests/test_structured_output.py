@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
 
 jsonschema = pytest.importorskip("jsonschema", reason="judges the texts")
 
+from djl_python_neuronx import grammar  # noqa: E402
 from djl_python_neuronx.backends.base import ModelSpec, Want  # noqa: E402
 from djl_python_neuronx.engine.speculation import NgramProposer  # noqa: E402
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
-from djl_python_neuronx.errors import ServingError  # noqa: E402
+from djl_python_neuronx.errors import RequestError, ServingError, UnsupportedParameterError  # noqa: E402
+from djl_python_neuronx.grammar import checked  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.types import FinishReason  # noqa: E402
 from tests.doubles.byte_tokenizer import ByteTokenizer  # noqa: E402
@@ -52,10 +56,6 @@ BOUNDED: list[dict[str, Any]] = [
 """Their longest texts have fewer bytes than the slots have tokens."""
 PATTERN = r"(yes|no)[,;] \d{1,4}(\.\d)?"
 SAMPLED = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 400}
-
-
-def json_of(text: str) -> Any:
-    return json.loads(text)
 
 
 def fulfils(schema: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -120,3 +120,282 @@ def test_sampled_texts_fulfil_bounded_schemas(spec: ModelSpec) -> None:
     ]
     assert wrong == []
     assert len({text for text, *_ in found}) > count / 3
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "null"}},
+    "required": ["a"],
+}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+OPENAI_SCHEMA = {"name": "a", "description": "d", "strict": True, "schema": SCHEMA}
+FIELDS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": OPENAI_SCHEMA}}, "json", SCHEMA),
+    ({"response_format": {"type": "json_object"}}, "json_object", True),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, "json", SCHEMA),
+    ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+"),
+    ({"response_format": TAG}, "structural_tag", TAG),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None, "json_object": False}}, "json", SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json", json.dumps(SCHEMA)),
+    ({"structured_outputs": {"json_object": True}}, "json_object", True),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        "structural_tag",
+        json.dumps(TAG),
+    ),
+    ({"guided_json": SCHEMA, "guided_decoding_backend": "outlines"}, "json", SCHEMA),
+    ({"guided_json": json.dumps(SCHEMA)}, "json", json.dumps(SCHEMA)),
+    ({"guided_regex": "a+", "response_format": {"type": "text"}}, "regex", "a+"),
+    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+    ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+    ({"structural_tag": TAG}, "structural_tag", TAG),
+    ({"grammar": {"type": "json", "value": SCHEMA}}, "json", SCHEMA),
+    ({"grammar": {"type": "json_schema", "value": OPENAI_SCHEMA}}, "json", SCHEMA),
+    ({"grammar": {"type": "regex", "value": "a+"}}, "regex", "a+"),
+]
+WHITESPACE = [
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ \n]*"}, "[ \n]*"),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "x?"}}, "x?"),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ""),
+]
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex"),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.regex",
+        "each have",
+    ),
+    (
+        {"structured_outputs": {"regexp": "a"}},
+        "structured_outputs.regexp",
+        "'regexp'; expected one of json,",
+    ),
+    ({"structured_outputs": "a"}, "structured_outputs", "a string; expected an object"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml; expected text"),
+    ({"response_format": {}}, "response_format.type", "null; expected text"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is null"),
+    ({"grammar": {"type": "json"}}, "grammar.value", "is null; expected an object or a string"),
+    ({"guided_json": {"not": {}}}, "guided_json", r'guided_json cannot be enforced: .*"not"'),
+    ({"guided_json": {"enum": ["a" * 2**18]}}, "guided_json", "262,?144|262[0-9]{3} characters"),
+    ({"guided_choice": "a"}, "guided_choice", "expected"),
+    ({"guided_regex": ["a"]}, "guided_regex", "expected"),
+    ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structural_tag", "structures"),
+]
+
+
+def test_each_field_of_each_protocol_asks_for_the_same_grammar() -> None:
+    service = serve()
+    wrong = []
+
+    def grammar_of(path: str, body: dict[str, Any]) -> str | None:
+        return service.parse(json.dumps(body).encode(), path=path).request.grammar
+
+    def bodies(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        text = {"inputs": "a", "parameters": fields}
+        message = {"role": "user", "content": "a"}
+        return {
+            "/invocations": text,
+            "/generate": text,
+            "/v1/chat/completions": {"messages": [message], **fields},
+            "/v1/completions": {"prompt": "a", **fields},
+        }
+
+    try:
+        cases = [
+            (fields, checked(kind, json.dumps([value, None]))) for fields, kind, value in FIELDS
+        ]
+        cases += [
+            (fields, checked("json", json.dumps([SCHEMA, one]))) for fields, one in WHITESPACE
+        ]
+        for fields, wanted in cases:
+            for path, body in bodies(fields).items():
+                if grammar_of(path, body) != wanted:
+                    wrong.append((path, fields))
+        for path, body in bodies({"response_format": {"type": "text"}}).items():
+            assert grammar_of(path, body) is None
+        for fields, param, reason in REFUSED:
+            for path, body in bodies(fields).items():
+                with pytest.raises(RequestError, match=reason) as raised:
+                    grammar_of(path, body)
+                if raised.value.param != param:
+                    wrong.append((path, fields, raised.value.param))
+    finally:
+        service.close()
+    assert wrong == []
+
+
+def test_a_grammar_is_refused_where_nothing_can_enforce_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [{**SAMPLED, "seed": 1, "guided_choice": ["a", "b"]}]
+    alone = serve(replace(SPEC, outputs=Want.TOKENS, largest_top_k=64))
+    endless = serve(replace(SPEC, eos_ids=frozenset()))
+    tokenizer = ByteTokenizer()
+    tokenizer.pieces = None
+    dependent = toy_service(ToyBackend(SPEC), tokenizer=tokenizer)
+    try:
+        with pytest.raises(
+            UnsupportedParameterError, match=r"structured output.*option\.output_logits"
+        ):
+            generate(alone, [{**asked[0], "top_k": 5}])
+        with pytest.raises(UnsupportedParameterError, match="send stop_token_ids"):
+            generate(endless, asked)
+        ended = generate(endless, [{**asked[0], "stop_token_ids": [1]}])
+        assert [text in {"a", "b"} and reason is FinishReason.EOS for text, reason, _ in ended] == [
+            True
+        ]
+        with pytest.raises(UnsupportedParameterError, match="depends on the tokens around them"):
+            generate(dependent, asked)
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        grammar._library.cache_clear()
+        with pytest.raises(
+            UnsupportedParameterError, match=r"guided_regex needs llguidance .*pip install"
+        ):
+            generate(endless, [{"seed": 1, "guided_regex": "a"}])
+    finally:
+        grammar._library.cache_clear()
+        for service in (alone, endless, dependent):
+            service.close()
+
+
+def test_what_else_a_request_has_keeps_its_meaning_beside_a_grammar() -> None:
+    """Stop strings and limits cut, ignored eos makes the text go on as far as it may, and all else changes nothing."""
+    service = serve()
+    schema = {"type": "string", "pattern": "^[ab]{3,9}$"}
+    one = {**SAMPLED, "seed": 5, "guided_json": schema}
+    same = [
+        {},
+        {"stop": ["never"]},
+        {"skip_special_tokens": False},
+        {"details": True, "top_n_tokens": 2},
+    ]
+    try:
+        (whole, reason, _), *others = generate(service, [{**one, **more} for more in same])
+        assert reason is FinishReason.EOS
+        assert [text for text, *_ in others] == [whole] * 3
+        stopped, limited, longest = generate(
+            service,
+            [
+                {**one, "stop": [whole[3]]},
+                {**one, "max_new_tokens": 2},
+                {**one, "ignore_eos": True, "guided_json": None, "guided_regex": "[ab]{3,9}"},
+            ],
+        )
+        several = generate(service, [{**one, "n": 3}])
+    finally:
+        service.close()
+    assert stopped == (whole[: whole.index(whole[3])], FinishReason.STOP, None)
+    assert limited[1] is FinishReason.LENGTH
+    assert whole.startswith(limited[0])
+    assert longest[1] is FinishReason.EOS
+    assert re.fullmatch("[ab]{9}", longest[0])
+    assert several[0][0] == whole
+    assert all(fulfils(schema)(text) for text, *_ in several)
+    assert len(set(several)) > 1
+
+
+ENDS = [
+    "",
+    '"',
+    "0",
+    ":null",
+    '":null',
+    "null",
+    '"a":null',
+    "ull",
+    "ll",
+    "l",
+    "rue",
+    "ue",
+    "e",
+    "alse",
+    "lse",
+    "se",
+    "n",
+]
+
+
+def can_become_json(text: str) -> bool:
+    """True if a text is the beginning of JSON: some end, and the brackets that are open, make it whole."""
+    bare = re.sub(r'"(\\.|[^"\\])*("|$)', "", text, flags=re.S)
+    opened: list[str] = []
+    for letter in bare:
+        if letter in "[{":
+            opened.append({"[": "]", "{": "}"}[letter])
+        elif letter in "]}":
+            opened.pop()
+    closing = "".join(reversed(opened))
+    escaped = text + {True: "u0000", False: ""}[text.endswith("\\")]
+    for begun in (text, escaped, *(text + "0" * i for i in range(1, 5))):
+        for end in ENDS:
+            try:
+                json.loads(begun + end + closing)
+            except ValueError:
+                continue
+            return True
+    return False
+
+
+def test_each_beginning_of_an_unbounded_text_can_still_fulfil_its_grammar() -> None:
+    service = serve()
+    requests = [
+        {**SAMPLED, "seed": i, "max_new_tokens": 60, "response_format": {"type": "json_object"}}
+        for i in range(60)
+    ]
+    try:
+        found = generate(service, requests)
+    finally:
+        service.close()
+    assert sum(reason is FinishReason.LENGTH for _, reason, _ in found) > 10
+    texts = [text.rstrip("\N{REPLACEMENT CHARACTER}") for text, *_ in found]
+    assert [text for text in texts if not can_become_json(text)] == []
+    ended = [text for text, reason, _ in found if reason is FinishReason.EOS]
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+
+
+def test_openais_client_parses_a_model_of_pydantic() -> None:
+    openai = pytest.importorskip("openai", reason="the official client")
+    running = pytest.importorskip("tests.server.running", reason="needs the `server` extra")
+
+    class Place(pydantic.BaseModel):
+        x: Literal[1, 2]
+        kind: Literal["house", "flat"]
+
+    class Person(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=9)
+        age: Annotated[int, pydantic.Field(ge=0, le=120)]
+        home: Place | None
+
+    messages: Any = [{"role": "user", "content": "Who?"}]
+    with running.serving(ToyBackend(SPEC), tokenizer=ByteTokenizer()) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+        for seed in range(10):
+            answer = client.chat.completions.parse(
+                model="toy", messages=messages, response_format=Person, seed=seed, n=2
+            )
+            assert all(isinstance(one.message.parsed, Person) for one in answer.choices)
+        with client.chat.completions.stream(
+            model="toy", messages=messages, response_format=Person, seed=9
+        ) as stream:
+            text = "".join(event.delta for event in stream if event.type == "content.delta")
+            streamed = stream.get_final_completion().choices[0].message
+        assert text == streamed.content == answer.choices[0].message.content
+        assert streamed.parsed == answer.choices[0].message.parsed
+        schema = {"type": "array", "uniqueItems": True}
+        refused = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as raised:
+            schema = {"type": "array", "uniqueItems": True}
+            client.chat.completions.create(
+                model="toy",
+                messages=messages,
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": schema},
+                },
+            )
+        assert raised.value.param == "response_format.json_schema.schema"
