@@ -389,13 +389,5 @@ def test_openais_client_parses_a_model_of_pydantic() -> None:
         schema = {"type": "array", "uniqueItems": True}
         refused = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         with pytest.raises(openai.BadRequestError, match="uniqueItems") as raised:
-            schema = {"type": "array", "uniqueItems": True}
-            client.chat.completions.create(
-                model="toy",
-                messages=messages,
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": schema},
-                },
-            )
+            client.chat.completions.create(model="toy", messages=messages, response_format=refused)
         assert raised.value.param == "response_format.json_schema.schema"
