@@ -18,6 +18,8 @@ from djl_python_neuronx.types import FinishReason, TokenOutput
 logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
+_LEAST_PART = 0.75
+"""Of its time, what a request needs to begin at all."""
 
 
 def notify(event: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -112,15 +114,27 @@ class Delivery:
                 self._on_orphans(given_up)
 
     def end_late(self) -> None:
-        """End the requests whose time is over: with what there is, or with an error if they never had a slot."""
+        """End the requests whose time is over: with what there is, or with an error if they never had a slot.
+
+        One without a slot ends as soon as the rest of its time is too short: work on answers that come too late would
+        make others late. If its whole time is too short, it gets what there is in three quarters of it.
+        """
+        now_s = time.monotonic()
         for stream in self._streams.open_streams():
-            limit_s = min(stream.request.max_seconds, self._max_request_s)
-            if time.monotonic() - stream.request.arrived_s < limit_s:
+            request = stream.request
+            limit_s = min(request.max_seconds, self._max_request_s)
+            needed_s = 0.0
+            if not stream.begun:
+                needed_s = self._streams.pace.needed_s(request.max_new_tokens)
+                needed_s = min(needed_s, _LEAST_PART * limit_s)
+            if now_s - request.arrived_s < limit_s - needed_s:
                 continue
             if stream.begun and not stream.text.lacks_scores:
                 self.deliver([TokenOutput(stream.request.request_id, (), FinishReason.TIME)])
                 continue
-            what = "not all scores of its prompt" if stream.begun else "no slot"
+            what = "no slot" if now_s - request.arrived_s >= limit_s else "no slot early enough"
+            if stream.begun:
+                what = "not all scores of its prompt"
             message = (
                 f"the request got {what} within its {limit_s:g} s (max_time or option.max_request_seconds); retry "
                 "later, or raise them"
@@ -166,6 +180,8 @@ class Delivery:
         unknown = output.finish_reason in {None, FinishReason.TIME}
         if self._streams.end(output.request_id, abort=unknown) is None:
             return None
+        if delta.error is None and stream.running and not stream.deaths:
+            self._streams.pace.note(stream.last_token_s - stream.slot_s, delta.num_generated_tokens)
         notify(self._observer.ended, stream, delta)
         return delta
 

@@ -267,8 +267,10 @@ class Replicas:
             try:
                 copy.loop.streams.open(group)
             except ServingError as error:
-                if isinstance(error, QueueFullError) and copy.loop.streams.link is None:
-                    error.retry_after_s = max(1, math.ceil(copy.loop.load_s))
+                if isinstance(error, QueueFullError):
+                    streams = copy.loop.streams
+                    wait_s = copy.loop.load_s if streams.link is None else streams.queue_s
+                    error.retry_after_s = max(1, math.ceil(wait_s))
                 notify(self._observer.rejected, error)
                 raise
 

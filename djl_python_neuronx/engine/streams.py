@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import time
@@ -16,6 +17,7 @@ from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.link import Link, encode_request
+from djl_python_neuronx.engine.pace import Pace
 from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
@@ -207,6 +209,8 @@ class Stream:
         self.begun: set[str] = set()
         """The requests answered together that have tokens, or that a step of this engine has begun. Ids, not `Stream`s:
         references among streams would form a cycle."""
+        self.slot_s = math.inf
+        """Time at which it last got a slot."""
         self.running = False
         """A step of this engine has begun it."""
         self.deaths = 0
@@ -279,6 +283,7 @@ class StreamRegistry:
         """The error for which no request is accepted any more; None while there is or will be an engine."""
         self.num_slots = 0
         """Slots of the engine, once one has been loaded."""
+        self.pace = Pace()
         self._max_waiting = max_waiting
         self.link: Link | None = None
         """To the engine; None while none is ready."""
@@ -296,6 +301,11 @@ class StreamRegistry:
     def most(self) -> int:
         """Requests that may be open."""
         return self._max_waiting + self.num_slots
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds in which the open requests end, as fast as others did; 0 if that is unknown."""
+        return len(self._open) * self.pace.service_s / max(1, self.num_slots)
 
     @property
     def alive(self) -> bool:
