@@ -62,11 +62,21 @@ def groups() -> list[list[GenerationRequest]]:
     stop = f"<{GREEDY[6]}><{GREEDY[7]}>"
     seeded = replace(SAMPLED, seed=7)
     penalised = replace(SAMPLED, repetition_penalty=1.5, seed=9)
+    ruled = replace(
+        seeded,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias=tuple((token, 6.0) for token in range(20, 26)),
+        bad_words=((20, 21), (22,)),
+        no_repeat_ngram_size=2,
+        min_new_tokens=8,
+    )
     return [
         [request("greedy", [5, 6], LENGTH)],
         [request("seeded", [5, 6], LENGTH, sampling=seeded)],
         [request("unseeded", [7, 6], LENGTH, sampling=SAMPLED)],
         [request("penalised", [5, 6], LENGTH, sampling=penalised)],
+        [request("ruled", [5, 6], LENGTH, sampling=ruled, stop_token_ids=frozenset({25}))],
         [request("stops", [5, 6], LENGTH, stop_strings=("never", stop))],
         [request("ends", [5, 6], LENGTH, stop_token_ids=frozenset({GREEDY[9]}))],
         [request("scored", [8], LENGTH, sampling=seeded, logprobs=True, top_logprobs=2)],
