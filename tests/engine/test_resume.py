@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from djl_python_neuronx.errors import BackendUnavailableError, ServingError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.doubles.toy_tokenizer import TOKENIZER
+from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
 from tests.engine.loops import Parts, Recorder, collect, request, shown, text
 from tests.engine.test_loop import in_parts
 from tests.engine.test_replicas import Rig, rig
@@ -244,10 +244,29 @@ def test_what_a_retired_copy_runs_goes_on_at_the_others() -> None:
         assert copies.recorder.seen.count("resumed a 1") == 1
 
 
+class Closing(ToyTokenizer):
+    """It has no table, and no text any more once it is closed."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = None
+
+    def decode(self, ids: Sequence[int], **how: bool) -> str:
+        assert not self.closed
+        return super().decode(ids, **how)
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def test_requests_outlive_their_copies_at_those_of_an_heir() -> None:
     """First at a copy that runs, then at one that is not started yet; and back, if that cannot be started."""
     with rig(2) as old:
         new = Rig(2)
+        tokenizer = Closing()
+        old.loop._tokenizer = lambda: tokenizer
         inboxes = [old.submit(name) for name in "ab"]
         assert (old.where("a"), old.where("b")) == (0, 1)
         for i, name in enumerate("ab"):
@@ -259,6 +278,8 @@ def test_requests_outlive_their_copies_at_those_of_an_heir() -> None:
         new.loop.start(0)
         retire(old, 1, new)
         assert [given(new.hosts[0][0]) for _ in "12"] == [("b", [7]), ("a", [7])]
+        tokenizer.close()
+        old.loop._tokenizer = lambda: TOKENIZER
         new.hosts[0][0].step(TokenOutput("b", (8,)), TokenOutput("a", (9,)))
         assert text(inboxes[1].drain(PATIENCE_S)) == shown([8])
         old.loop.abort("a")
