@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -45,12 +46,13 @@ class Batch:
         """All sequences, in the order of the output's rows."""
         return [chunk.sequence for chunk in self.chunks] + self.decoding
 
-    @property
+    # Cached: the batch of a steady decode is the same in each step, and one that feeds tokens is of one step.
+    @cached_property
     def sampled(self) -> list[tuple[int, Sequence]]:
         """The rows that get a token, with their sequences: those whose known tokens end in this call."""
         return [(row, one) for row, one in self._last_rows if not one.num_ahead]
 
-    @property
+    @cached_property
     def fed(self) -> list[Sequence]:
         """The sequences that get no token because a later call runs their last known one."""
         return [one for _, one in self._last_rows if one.num_ahead]
