@@ -359,10 +359,10 @@ class TestDistribution:
 
     def test_900_draws_of_each_combination_follow_hugging_face(self) -> None:
         logits = normal(300, seed=8)
-        axes = ((0.7, 1.0, 1.6), (0, 4, 40), (1.0, 0.9, 0.5), (0.0, 0.1))
+        axes = ((0.7, 1.0, 1.6), (0, 4, 40), (1.0, 0.9, 0.5), (0.0, 0.1), (1.0, 0.8))
         draws = {}
         for combination in product(*axes):
-            names = ("temperature", "top_k", "top_p", "min_p")
+            names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
             params = SamplingParams(**dict(zip(names, combination, strict=True)))
             draws[params] = draw(logits, params, 900), hugging_face(logits, params)
         assert_followed(draws)

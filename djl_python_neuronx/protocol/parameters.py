@@ -247,8 +247,6 @@ class GenerationParameters(RequestModel):
         values = {name: getattr(self, name) for name in names}
         if values.get("top_k") == -1:
             del values["top_k"]
-        if self.typical_p == 1:
-            values.pop("typical_p", None)
         if self.min_tokens:
             values["min_new_tokens"] = max(self.min_tokens, self.min_new_tokens)
         return values

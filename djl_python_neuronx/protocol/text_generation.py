@@ -85,7 +85,8 @@ class Parameters(GenerationParameters):
         values = self.given_sampling()
         samples = self.do_sample
         if "do_sample" not in self.model_fields_set:
-            samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
+            off = {"typical_p"} if self.typical_p == 1 else set()
+            samples = not values.keys() - off <= set(SamplingParams.GREEDY_NAMES)
         return sampling_params(values, samples=samples)
 
 

@@ -82,6 +82,10 @@ def test_defaults() -> None:
         ({"repetition_penalty": 1.3}, 0),
         ({"top_k": -1}, 0),
         ({"seed": 3}, 0),
+        ({"typical_p": 0.9}, 1.0),
+        ({"typical_p": 1.0}, 0),
+        ({"presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {"5": 1}}, 0),
+        ({"min_new_tokens": 2, "no_repeat_ngram_size": 2, "bad_words": ["<5>"]}, 0),
     ],
 )
 def test_when_it_samples(parameters: dict[str, Any], temperature: float) -> None:

@@ -1006,10 +1006,17 @@ def test_the_defaults_of_the_models_author() -> None:
         "repetition_penalty": "high",
         "max_new_tokens": 40,
         "eos_token_id": 2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 7,
+        "min_length": 9,
+        "suppress_tokens": [5],
+        "bad_words_ids": [[6]],
+        "logit_bias": {"5": 1},
     }
     defaults = default_parameters(generation)
-    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "no_repeat_ngram_size": 3}
     assert defaults == {**sampling, "max_new_tokens": 40}
+    assert default_parameters({"typical_p": 0.5}) == {"typical_p": 0.5}
 
     def request(body: Mapping[str, Any]) -> GenerationRequest:
         def with_defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1021,7 +1028,7 @@ def test_the_defaults_of_the_models_author() -> None:
         assert request(body()).sampling == SamplingParams(**sampling)
         assert request(body()).max_new_tokens == 40
         given = request(body(temperature=1, top_k=-1, max_tokens=50))
-        assert given.sampling == SamplingParams(temperature=1, top_p=0.9)
+        assert given.sampling == SamplingParams(temperature=1, top_p=0.9, no_repeat_ngram_size=3)
         assert given.max_new_tokens == 50
 
 
