@@ -54,46 +54,46 @@ ITSELF = [
 ITSELF += ["--device", "cpu"]
 
 
-def evaluate(lines: list[dict[str, Any]], *arguments: str, choices: bool = False) -> Any:
-    """The answers to each line and the figures, from what lm-eval logs."""
+def evaluate(tasks: str, lines: list[dict[str, Any]], *arguments: str) -> Any:
+    """For each task the answers to each line, and the figures, from what lm-eval logs."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         questions = folder / "questions.json"
         questions.write_text(json.dumps(lines))
         (folder / "known.yaml").write_text(GENERATE % (questions, MAX_TOKENS))
         (folder / "choices.yaml").write_text(CHOOSE % questions)
-        task = "choices" if choices else "known"
-        command = ["lm-eval", "run", "--include_path", name, "--tasks", task, "--log_samples"]
+        command = ["lm-eval", "run", "--include_path", name, "--tasks", tasks, "--log_samples"]
         command += ["--output_path", str(folder / "out"), *arguments]
         subprocess.run(command, check=True, stdout=sys.stderr)
-        (samples,) = (folder / "out").rglob("samples_*.jsonl")
-        found = [json.loads(line) for line in samples.read_text().splitlines()]
         (results,) = (folder / "out").rglob("results_*.json")
-        figures = json.loads(results.read_text())["results"][task]
-        answers = [one["resps"] for one in sorted(found, key=lambda one: one["doc_id"])]
-        return answers, {name: figures[name] for name in figures if "," in name}
+        found = {}
+        for task, figures in json.loads(results.read_text())["results"].items():
+            (samples,) = (folder / "out").rglob(f"samples_{task}_*.jsonl")
+            logged = [json.loads(line) for line in samples.read_text().splitlines()]
+            answers = [one["resps"] for one in sorted(logged, key=lambda one: one["doc_id"])]
+            found[task] = answers, {key: figures[key] for key in figures if "," in key}
+        return found
 
 
-def text(question: str, *arguments: str) -> str:
-    """The answer to a question."""
-    answers, _ = evaluate([{"question": question, "answer": ""}], *arguments)
-    return answers[0][0][0]
-
-
-(likely, figures), (own, own_figures) = (
-    evaluate(LINES, *way, choices=True) for way in (COMPLETIONS, ITSELF)
-)
+QUESTION = {"question": PROMPT, "answer": "", "choices": [" a", " b"]}
+served, own = (evaluate("choices,known", [*LINES, QUESTION], *way) for way in (COMPLETIONS, ITSELF))
+assert served["known"] == own["known"]
+(scores, figures), (own_scores, own_figures) = served["choices"], own["choices"]
+assert figures == own_figures, (figures, own_figures)
 pairs = [
     (float(a[0][0]), float(b[0][0]), str(a[0][1]) == str(b[0][1]))
-    for line, own_line in zip(likely, own, strict=True)
+    for line, own_line in zip(scores, own_scores, strict=True)
     for a, b in zip(line, own_line, strict=True)
 ]
-assert len(pairs) == 4 * len(LINES)
+assert len(pairs) == 4 * len(LINES) + 2
 wrong = [pair for pair in pairs if not (math.isclose(pair[0], pair[1], abs_tol=1e-3) and pair[2])]
 assert not wrong, wrong
-assert figures == own_figures, (figures, own_figures)
-assert evaluate(LINES, *COMPLETIONS) == evaluate(LINES, *ITSELF)
-show(
-    prompt=text(PROMPT, *COMPLETIONS),
-    first=text(FIRST, *CHATS, "--apply_chat_template", "--system_instruction", SYSTEM),
+first = evaluate(
+    "known",
+    [{**QUESTION, "question": FIRST}],
+    *CHATS,
+    "--apply_chat_template",
+    "--system_instruction",
+    SYSTEM,
 )
+show(prompt=served["known"][0][-1][0][0], first=first["known"][0][0][0][0])
