@@ -11,10 +11,12 @@ import pytest
 
 from djl_python_neuronx.backends.base import Step, StepOutput
 from djl_python_neuronx.engine import streams as streams_module
-from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.link import EngineState
 from djl_python_neuronx.engine.loop import LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
+from djl_python_neuronx.engine.runner import StepInfo
 from djl_python_neuronx.engine.streams import FIRST, BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread
 from djl_python_neuronx.errors import BackendUnavailableError, ServingError
@@ -162,19 +164,22 @@ def test_the_next_engine_gets_the_request_with_its_tokens_and_the_same_seed() ->
         wait_until(lambda: loop.streams[0].output_ids == [7, 8, 9])
         die(hosts[0])
         wait_until(lambda: len(hosts) == 2)
-        assert hosts[1].receive("add") == {**first, "given_ids": [7, 8, 9], "priority": FIRST}
-        assert hosts[1].receive("add") == second
-        hosts[1].engine.send("entering", ["begun", "waiting"])
-        hosts[1].step(TokenOutput("begun", (4,)), running=2)
+        resumed = {**first, "given_ids": [7, 8, 9], "priority": FIRST}
+        assert [hosts[1].receive("add") for _ in "12"] == [resumed, second]
+        die(hosts[1])  # at which none of them was running
+        wait_until(lambda: len(hosts) == 3)
+        assert [hosts[2].receive("add") for _ in "12"] == [resumed, second]
+        hosts[2].engine.send("entering", ["begun", "waiting"])
+        hosts[2].step(TokenOutput("begun", (4,)), running=2)
         wait_until(lambda: len(loop.streams[0].output_ids) == 4)
-        die(hosts[1])
-        # It was running at two deaths; the other one at the second.
+        die(hosts[2])
+        # It was running at two deaths; the other one at the last.
         deltas = collect(begun, "begun")["begun"]
         assert "crashed twice" in str(deltas[-1].error)
         assert (text(deltas), deltas[-1].num_generated_tokens) == (shown([7, 8, 9, 4]), 4)
-        wait_until(lambda: len(hosts) == 3)
-        assert hosts[2].receive("add") == second
-        hosts[2].step(TokenOutput("waiting", (8,), FinishReason.LENGTH), running=0)
+        wait_until(lambda: len(hosts) == 4)
+        assert hosts[3].receive("add") == second
+        hosts[3].step(TokenOutput("waiting", (8,), FinishReason.LENGTH), running=0)
         assert text(collect(waiting, "waiting")["waiting"]) == shown([8])
 
 
@@ -349,3 +354,19 @@ def test_what_waits_for_copies_that_are_lost_gets_their_error() -> None:
         new.loop.lose(0, BackendUnavailableError("the device is gone"))
         assert "the device is gone" in str(collect(inbox, "a")["a"][-1].error)
         new.loop.close()
+
+
+def test_the_tokens_that_were_cached_are_those_of_the_first_engine() -> None:
+    with in_parts(restarts=5) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        for i, (count, reason) in enumerate([(1, None), (0, FinishReason.LENGTH)]):
+            info = StepInfo("prefill", 4, 1, 2, 0.1, cached={"a": count})
+            result = StepResult([TokenOutput("a", (7,), reason)], info)
+            hosts[i].receive("add")
+            hosts[i].engine.send_step(lambda result=result: (result, EngineState(1)))
+            if reason is None:
+                wait_until(lambda: loop.streams[0].output_ids)
+                die(hosts[0])
+                wait_until(lambda: len(hosts) == 2)
+        assert [delta.num_cached_tokens for delta in collect(inbox, "a")["a"]] == [1, 1]
