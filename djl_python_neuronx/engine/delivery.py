@@ -35,7 +35,8 @@ class Delivery:
 
     There are two locks, and only this class takes both: first `_making`, held while text is made and while requests
     leave for another copy, then `StreamRegistry.lock`, which says where a request is. So a reader may abort while it
-    gets deltas.
+    gets deltas. A request that leaves for an heir takes its lock too; only the thread of a reload does that, or that of
+    a copy which is replaced.
     """
 
     def __init__(
