@@ -93,7 +93,9 @@ class WaitingQueue:
     @property
     def head(self) -> Sequence:
         """The sequence that gets the next slot."""
-        return next(iter(self))
+        clients = self._clients[min(self._clients)]
+        requests = next(iter(clients.values()))
+        return next(iter(requests.values()))[0]
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence behind those of its request, or its request behind all others of its client, or its client."""

@@ -45,6 +45,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1000
 """Every stop string is searched for in every token of its request."""
 MAX_STOP_TOKEN_IDS = 64
+MAX_SALT_LEN = 1000
 MOST_SHOWN = 100
 """Characters of an unknown name that errors and logs show."""
 MAX_IGNORED_LOGGED = 100
@@ -219,7 +220,12 @@ class GenerationParameters(RequestModel):
     user: Any = None
     safety_identifier: Any = None
     """Who sends it, OpenAI's fields: the second is the newer name. Without effect unless they share out the slots."""
-    cache_salt: Annotated[str, Field(description="a string")] = ""
+    cache_salt: Annotated[
+        str,
+        Field(
+            max_length=MAX_SALT_LEN, description=f"a string of at most {MAX_SALT_LEN} characters"
+        ),
+    ] = ""
     truncation_side: Annotated[Literal["left", "right"], Field(description='"left" or "right"')] = (
         "left"
     )

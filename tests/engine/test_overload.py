@@ -18,6 +18,7 @@ from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import REQUEST, EngineState, encode_step
 from djl_python_neuronx.engine.loop import WATCHDOG_PERIOD_S, LoopSettings
+from djl_python_neuronx.engine.pace import Pace
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.errors import QueueFullError
 from djl_python_neuronx.types import GenerationRequest
@@ -47,6 +48,7 @@ class Traffic:
 TRAFFIC = {
     "lengths unknown before": Traffic(ENDS, 60, 20.0, 1.6),
     "all as long": Traffic(frozenset(), 20, 9.0, 1.5),
+    "too long for their time": Traffic(frozenset(), 20, 3.0, 1.5),
     "time for long waits": Traffic(ENDS, 60, 120.0, 1.6),
 }
 
@@ -154,7 +156,7 @@ class Simulation:
                 self.retries_s.append(error.retry_after_s or 0)
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("name", [one for one in TRAFFIC if one != "too long for their time"])
 def test_three_times_the_capacity_brings_as_many_answers_in_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,3 +176,31 @@ def test_three_times_the_capacity_brings_as_many_answers_in_time(
         assert not refused, "they leave the queue before it is full"
     else:
         assert 0.5 * wanted_s < median(refused) < 2 * wanted_s
+
+
+def test_without_a_crowd_a_request_gets_what_there_is_in_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(TRAFFIC["too long for their time"], 0.25)
+    monkeypatch.setattr(time, "monotonic", lambda: simulation.now_s)
+    simulation.run()
+    monkeypatch.undo()
+    assert simulation.ends["time"] >= 0.99 * (simulation.num_sent - SPEC.num_slots)
+    assert simulation.ends["error"] == 0
+
+
+def test_the_time_that_an_answer_needs() -> None:
+    """As long as most answers, and no longer than its tokens."""
+    pace = Pace()
+    assert pace.needed_s(None) == pace.needed_s(5) == 0
+    for _ in range(300):
+        pace.note(4.0, 20)
+    assert pace.needed_s(None) == pytest.approx(4.0, rel=1e-3)
+    assert pace.needed_s(5) == pytest.approx(1.0, rel=1e-3)
+    draw = random.Random(0)
+    lengths = [1 + int(draw.expovariate(0.02)) for _ in range(3000)]
+    for length in lengths:
+        pace.note(0.5 + 0.1 * length, length)
+    needed = [pace.needed_s(length) for length in lengths]
+    enough = sum(one >= 0.1 * n for one, n in zip(needed, lengths, strict=True))
+    assert 0.8 <= enough / len(lengths) <= 0.99
