@@ -133,3 +133,22 @@ def test_a_grammar_that_exceeds_its_limits_later_has_an_error() -> None:
     assert not bits.any()
     assert isinstance(one.error, RequestError)
     assert "the grammar exceeds its limits" in str(one.error)
+
+
+def test_a_grammar_that_explodes_ends_before_it_costs_its_neighbours_a_step() -> None:
+    """At once in the front, or, behind a text that hides it there, at the first mask that takes long."""
+    exploding = 's\ns: s s s | s s | "a"'
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        checked("grammar", json.dumps([f"start: {exploding}", None]))
+    hidden = checked("grammar", json.dumps([f'start: "b"{{150}} {exploding}', None]))
+    spec = replace(SPEC, vocab_size=256)
+    grammar = Grammars([chr(i) for i in range(256)], [], spec).new(
+        EngineRequest("a", [1], grammar=hidden)
+    )
+    bits = np.zeros(8, np.uint32)
+    for count in range(400):
+        grammar.narrow(bits, [ord("b")] * min(count, 150) + [ord("a")] * max(0, count - 150))
+        if grammar.error is not None:
+            break
+    assert count > 150
+    assert not bits.any()
