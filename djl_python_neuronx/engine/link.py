@@ -1,7 +1,7 @@
 """The connection between front and engine: messages are JSON arrays, their kind first, each after its length.
 
-From the front: ``["vocabulary", [tokens, special ids]]`` once it is ready, ``["add", request]`` and ``["abort", id]``;
-the end of the connection ends the engine. From the engine: ``["progress", text]``, then ``["ready", facts]`` or
+From the front: ``["vocabulary", [tokens, special ids]]``, then ``["add", request]`` and ``["abort", id]``; the end of
+the connection ends the engine. From the engine: ``["progress", text]``, then ``["ready", facts]`` or
 ``["failed", code, message]``; afterwards ``["entering", ids]`` before requests get slots, ``["first_call"]``,
 ``["step", …]`` (see `encode_step`) and at last ``["dead", code, message]``.
 """
@@ -55,6 +55,10 @@ class Link:
     def send(self, *message: Any) -> None:  # noqa: ANN401
         """Send a message; never blocks. It is lost if the connection has ended."""
         self._outbox.put(partial(orjson.dumps, message))
+
+    def send_made(self, make: Callable[[], tuple[Any, ...]]) -> None:
+        """Send what `make` returns; see `send`. It may take its time: it is called on the writing thread."""
+        self._outbox.put(lambda: orjson.dumps(make()))
 
     def send_encoded(self, message: bytes) -> None:
         """Send a message that is encoded; see `send`."""

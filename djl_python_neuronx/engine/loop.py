@@ -126,7 +126,7 @@ class EngineLoop:
 
         `lock`: see `StreamRegistry`; `on_orphans`: see `Delivery`. `on_death` is called when no engine is started any
         more, after every request left has got the error. `on_progress` gets a line of text at each stage of a load.
-        `vocabulary`: see `Grammars`; each engine gets it before its requests.
+        `vocabulary`: see `Grammars`; each engine waits for it.
         """
         self.state = EngineState()
         self._copy = copy
@@ -314,6 +314,7 @@ class EngineLoop:
         self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self.load_s
         try:
             self._host, self._hang = self._launch(), None
+            self._host.link.send_made(lambda: ("vocabulary", self._vocabulary()))
         except ServingError as error:
             return _Death(error, error.code)
         if self._closing.is_set():
@@ -332,7 +333,6 @@ class EngineLoop:
                 facts, self.speculation = fields
                 self.load_s = time.monotonic() - self._engine.link.opened_s
                 self.spec = SPEC.validate_python(facts)
-                self._engine.link.send("vocabulary", self._vocabulary())
                 return None
             if kind == "failed":
                 error = revive(*fields)

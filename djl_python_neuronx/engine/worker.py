@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from djl_python_neuronx.engine.core import Call, Engine, StepResult
 from djl_python_neuronx.engine.grammars import Grammars
@@ -44,6 +45,8 @@ MOST_UNREAD, UNREAD_PAUSE_S = 8, 0.001
 """Messages that wait beyond the socket's buffer before the engine waits for the front: each may hold logits."""
 
 Load = Callable[[], Engine]
+_NO_VOCABULARY: list[Any] = ["vocabulary", ([], [])]
+"""Of a front that has left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +66,12 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        engine = _load(link, load, settings)
-        if engine is None:
+        loaded = _load(link, load, settings)
+        if loaded is None:
             return False
+        engine, grammars = loaded
         try:
-            return _Worker(engine, link, settings).run()
+            return _Worker(engine, grammars, link, settings.queue_timeout_s).run()
         except Exception as error:
             logger.exception("engine_failed")
             reason = (
@@ -81,7 +85,7 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
         link.close()
 
 
-def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
+def _load(link: Link, load: Load, settings: WorkerSettings) -> tuple[Engine, Grammars] | None:
     engine: Engine | None = None
     try:
         link.send("progress", "loading the model")
@@ -89,6 +93,13 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
         if settings.warm_up:
             link.send("progress", "running every graph once")
             _warm_up(engine)
+        tokens, special_ids = (link.receive() or _NO_VOCABULARY)[1]
+        grammars = Grammars(tokens, special_ids, engine.spec)
+        if settings.warm_up:
+            with suppress(
+                UnsupportedParameterError
+            ):  # without the library the front refuses grammars
+                _ = grammars.tables
         link.send("ready", SPEC.dump_python(engine.spec, mode="json"), _speculation(engine))
     except Exception as error:
         if not isinstance(error, ServingError):
@@ -97,7 +108,7 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
         if engine is not None:
             engine.close()
         return None
-    return engine
+    return engine, grammars
 
 
 def _warm_up(engine: Engine) -> None:
@@ -125,15 +136,15 @@ def _speculation(engine: Engine) -> dict[str, object] | None:
 class _Worker:
     """Steps an engine on the calling thread; a separate thread receives commands."""
 
-    def __init__(self, engine: Engine, link: Link, settings: WorkerSettings) -> None:
-        self._engine, self._link = engine, link
-        self._settings = settings
-        self._expire_every_s = min(EXPIRE_EVERY_S, settings.queue_timeout_s / 4)
+    def __init__(
+        self, engine: Engine, grammars: Grammars, link: Link, queue_timeout_s: float
+    ) -> None:
+        self._engine, self._grammars, self._link = engine, grammars, link
+        self._queue_timeout_s = queue_timeout_s
+        self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: EngineState | None = EngineState()
         self._expired_s = time.monotonic()
-        self._grammars: Grammars
-        """The front sends the vocabulary before the first request."""
         for runner in engine.runners:
             runner.on_first_call = partial(link.send, "first_call")
 
@@ -170,13 +181,6 @@ class _Worker:
                 kind, argument = message
                 if kind == "add":
                     self._add(REQUEST.validate_python(argument))
-                elif kind == "vocabulary":
-                    tokens, special_ids = argument
-                    self._grammars = Grammars(tokens, special_ids, self._engine.spec)
-                    if self._settings.warm_up:
-                        # Without the library the front refuses grammars.
-                        with suppress(UnsupportedParameterError):
-                            _ = self._grammars.tables
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:
@@ -225,7 +229,7 @@ class _Worker:
         if now_s - self._expired_s < self._expire_every_s:
             return False
         self._expired_s = now_s
-        outputs = engine.expire(self._settings.queue_timeout_s)
+        outputs = engine.expire(self._queue_timeout_s)
         if outputs:
             self._link.send_step(lambda: (StepResult(outputs), self._state()))
         return bool(outputs)

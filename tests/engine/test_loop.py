@@ -20,6 +20,7 @@ import pytest
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.grammars import Grammars
 from djl_python_neuronx.engine.link import (
     EngineState,
     Link,
@@ -703,7 +704,7 @@ def test_the_last_state_of_an_engine_that_becomes_idle_is_idle() -> None:
 
     front, end = socket.socketpair()
     link, engine = Link(front), Interrupted(ToyBackend())
-    one = _Worker(engine, Link(end), WorkerSettings())
+    one = _Worker(engine, Grammars([], [], engine.spec), Link(end), 120.0)
     one._send_state()
     engine.add(request("a", [5, 6]))
     one._send(engine.run(engine.schedule()))
@@ -808,6 +809,7 @@ def test_an_error_of_the_engine_itself_reaches_the_front(monkeypatch: pytest.Mon
     front, end = socket.socketpair()
     link, engine = Link(front), Engine(ToyBackend())
     monkeypatch.setattr(engine, "schedule", lambda: {}["told to"])
+    link.send("vocabulary", ([], []))
     link.send_encoded(encode_request(request("a", [5, 6])))
     assert not work(Link(end), lambda: engine, WorkerSettings())
     *_, (kind, code, reason) = iter(link.receive, None)
@@ -826,6 +828,7 @@ def test_an_engine_waits_for_a_front_that_does_not_read() -> None:
     link = Link(front)
     thread.start()
     asked = request("a", [5, 6], ENDLESS, logprobs=True)
+    link.send("vocabulary", ([], []))
     link.send_encoded(encode_request(asked))
     wait_until(lambda: backend.num_steps)
     before = -1
