@@ -143,7 +143,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Reject values that are not allowed."""
-        for rule in fields(self):
+        for rule in _FIELDS:
             value = getattr(self, rule.name)
             if value is rule.default:
                 continue
@@ -185,8 +185,11 @@ class SamplingParams:
 
     def unsupported_on_device(self) -> list[str]:
         """Return the parameters that are set and that a device which samples does not support."""
-        default = SamplingParams()
-        return [name for name in self.HOST_NAMES if getattr(self, name) != getattr(default, name)]
+        return [
+            rule.name
+            for rule in _FIELDS
+            if not rule.metadata["on_device"] and getattr(self, rule.name) != rule.default
+        ]
 
 
 _FIELDS = fields(SamplingParams)
