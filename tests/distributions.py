@@ -38,7 +38,7 @@ def hugging_face(
     ids = torch.tensor([[*prompt, *output]], dtype=torch.int64)
     processors: list[Any] = []
     if params.logit_bias:
-        biases = [[[token], float(bias)] for token, bias in params.logit_bias]
+        biases = {(token,): float(bias) for token, bias in params.logit_bias}
         processors.append(made.SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
         processors.append(made.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))

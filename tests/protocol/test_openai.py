@@ -202,6 +202,28 @@ def test_every_parameter_arrives(body: Any) -> None:
     assert request.prompt_ids == [5, 6]
 
 
+def test_a_bad_word_has_the_tokens_of_its_two_places() -> None:
+    """As in vLLM: behind a space too, if the word has as many tokens there and another first one."""
+    texts = {
+        "good": [10],
+        " good": [11],
+        "un": [12, 13],
+        " un": [14, 13],
+        "same": [15],
+        " same": [15, 16],
+        "as": [17, 18],
+        " as": [17, 19],
+    }
+
+    class WordTokenizer(ToyTokenizer):
+        def encode(self, text: str, *, special: bool = True) -> list[int]:
+            return super().encode(text) if special else texts[text]
+
+    body = complete(bad_words=["good", "  un", "same", "as"], allowed_token_ids=[5])
+    words = parse(body, tokenizer=WordTokenizer()).request.sampling.bad_words
+    assert words == ((10,), (11,), (12, 13), (14, 13), (15,), (17, 18))
+
+
 @BOTH
 def test_parameters_with_two_meanings(body: Any) -> None:
     assert parse(body(stop=["a", "b"])).request.stop_strings == ("a", "b")
