@@ -168,3 +168,24 @@ def test_words_and_penalties_of_openai_s_route(url: str) -> None:
     assert complete(stop=spelled(usual[3:4]), min_tokens=4)[:4] == usual[:4]
     biased = complete(presence_penalty=-2, frequency_penalty=-2, logit_bias={"50": 100})
     assert biased == [50] * 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rules_that_exclude_every_token_end_their_request_alone(url: str, stream: bool) -> None:
+    rules = {"allowed_token_ids": [70, 71, 72], "no_repeat_ngram_size": 1, "stream": stream}
+
+    def post(**fields: Any) -> Any:
+        body = {"prompt": spelled(PROMPT[1:]), "temperature": 0, "max_tokens": 12, **fields}
+        return http.post(url + "/v1/completions", json={"ignore_eos": True, **body})
+
+    alone = post().json()["choices"][0]["text"]
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(post)
+        bad = pool.submit(post, **rules).result()
+        assert good.result().json()["choices"][0]["text"] == alone
+    says = "no token may follow, the request's rules exclude each one; loosen them"
+    if not stream:
+        assert (bad.status_code, bad.json()["error"]["message"]) == (400, says)
+        return
+    assert says in bad.text
+    assert {int(one) for one in re.findall(r"<(\d+)>", bad.text)} == {70, 71, 72}
