@@ -23,7 +23,7 @@ MOST_ITEMS = 500
 """Alternatives that a grammar has at one place. An optional property of an object takes four."""
 _WHITESPACE = "[ ]"
 """Where JSON allows whitespace: at most one space, so that a model can neither indent without end nor write 1 MB."""
-_HEADER = '%llguidance {"no_forcing": true}\n'
+HEADER = '%llguidance {"no_forcing": true}\n'
 """The model chooses how it divides forced text into tokens."""
 _PROBED_BYTES = 128
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -54,7 +54,7 @@ class _Vocabulary:
         self.tokens = ()  # the library has copied them
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of forced text, where a grammar overrides `_HEADER`."""
+        """Tokens of forced text, where a grammar overrides `HEADER`."""
         text = text if isinstance(text, str) else text.decode()
         ids: list[int] = self.compiled.greedy_tokenize(text)
         return ids
@@ -103,7 +103,7 @@ def checked(kind: str, text: str) -> str:
         )
         raise RequestError(msg)
     try:
-        grammar: str = _HEADER + write(value, whitespace)
+        grammar: str = HEADER + write(value, whitespace)
     except (RequestError, MemoryError):
         raise
     except Exception as error:

@@ -391,3 +391,24 @@ def test_openais_client_parses_a_model_of_pydantic() -> None:
         with pytest.raises(openai.BadRequestError, match="uniqueItems") as raised:
             client.chat.completions.create(model="toy", messages=messages, response_format=refused)
         assert raised.value.param == "response_format.json_schema.schema"
+
+
+def test_what_a_grammar_forces_is_proposed_as_drafts() -> None:
+    """A text of which each byte follows from the first takes fewer steps, and is the same; nothing in it repeats."""
+    words = ["abcdefghijkl"[i:] + "abcdefghijkl"[:i] for i in range(12)]
+    one = {**SAMPLED, "seed": 3, "guided_choice": words}
+    found, num_steps = [], []
+    for spec in (SPEC, VERIFIES):
+        tokenizer, backend = ByteTokenizer(), ToyBackend(spec)
+        assert tokenizer.pieces is not None
+        tokenizer.pieces = [*tokenizer.pieces[:259], *[b""] * 41]  # bytes alone: one division
+        proposer = NgramProposer(spec, 3) if spec.num_speculative_tokens else None
+        service = toy_service(backend, tokenizer=tokenizer, proposer=proposer)
+        try:
+            found.append(generate(service, [one]))
+        finally:
+            service.close()
+        num_steps.append(backend.num_steps)
+    assert found[0] == found[1]
+    assert found[0][0][0] in words
+    assert num_steps == [13, 4]

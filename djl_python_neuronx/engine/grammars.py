@@ -12,7 +12,7 @@ import numpy as np
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.masks import UInt32Array
 from djl_python_neuronx.errors import RequestError, ServingError
-from djl_python_neuronx.grammar import matcher, reason, vocabulary
+from djl_python_neuronx.grammar import HEADER, matcher, reason, vocabulary
 from djl_python_neuronx.types import EngineRequest
 
 MOST_MASK_S = 0.02
@@ -31,11 +31,14 @@ class Grammar:
         end_ids: frozenset[int],
         eos_ids: frozenset[int],
         end_id: int,
+        forcing: tuple[Any, Any] | None = None,
     ) -> None:
         """`end_ids` may end the text wherever the grammar does, `eos_ids` where nothing else may follow.
 
-        `end_id`: the one that `compiled` ends with.
+        `end_id`: the one that `compiled` ends with. `forcing`: the same without `HEADER`, and the
+        vocabulary, for `forced`.
         """
+        self._forcing = forcing
         self._matcher, self._end_ids, self._eos_ids = compiled, end_ids, eos_ids
         self._replaced_ids = end_ids | eos_ids | {end_id}
         self._num_read = 0
@@ -59,6 +62,8 @@ class Grammar:
             return  # the sequence has ended
         begun_s = time.thread_time()
         self._matcher.consume_tokens(new)
+        if self._forcing is not None:
+            self._forcing[0].consume_tokens(new)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._is_slow = time.thread_time() - begun_s > MOST_MASK_S * (1 + len(new))
         if self._is_slow or self._matcher.is_error():
@@ -69,6 +74,15 @@ class Grammar:
             _set(bits, self._end_ids, True)
             if not bits.any():
                 _set(bits, self._eos_ids, True)
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens of the text that alone may follow what `narrow` has read, in one of its divisions."""
+        if self._forcing is None:
+            return []
+        matcher, tables = self._forcing
+        text = matcher.deep_copy().compute_ff_bytes().decode(errors="ignore")
+        ids: list[int] = tables.greedy_tokenize(text)[:most]
+        return ids
 
 
 def _set(bits: UInt32Array, token_ids: frozenset[int], value: bool) -> None:
@@ -86,6 +100,7 @@ class Grammars:
     def __init__(self, tokens: Sequence[str], special_ids: Sequence[int], spec: ModelSpec) -> None:
         """`tokens`: bytes of each id as Latin-1 text; see `vocabulary`."""
         self._count = count = spec.vocab_size
+        self._speculates = spec.num_speculative_tokens > 0
         self._tokens = [*tokens[:count], *[""] * (count - len(tokens))]
         self._eos_ids = frozenset(one for one in spec.eos_ids if one < count)
         self._special_ids = self._eos_ids.union(one for one in special_ids if one < count)
@@ -110,7 +125,11 @@ class Grammars:
         end_ids = frozenset(one for one in request.stop_token_ids if one < self._count)
         if not request.ignore_eos:
             end_ids |= self._eos_ids
-        return Grammar(compiled, end_ids, self._eos_ids, self._end_id)
+        forcing = None
+        if self._speculates:
+            other = self._compiled(request.grammar.removeprefix(HEADER)).deep_copy()
+            forcing = other, self.tables
+        return Grammar(compiled, end_ids, self._eos_ids, self._end_id, forcing)
 
     def _compile(self, grammar: str) -> Any:  # noqa: ANN401
         compiled = matcher(grammar, self.tables)

@@ -339,6 +339,10 @@ class Sampler:
         columns = (rules["top_k"], rules["top_p"], rules["temperature"])
         return np.stack(columns, axis=1).astype(np.float32)
 
+    def wait(self) -> None:
+        """Wait until the masks of the noted tokens are made: constraints are at rest then."""
+        self._masks.wait()
+
     def sample(
         self, logits: Float32Array, slots: Int32Array, positions: Int32Array, *, note: bool = True
     ) -> Int32Array:

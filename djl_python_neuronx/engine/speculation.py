@@ -104,7 +104,10 @@ class Speculator:
         drafts: list[list[int]] = []
         failure = None
         try:
-            drafts = self.proposer.propose(sequences, counts, sampler)
+            forced = _forced(sequences, counts, sampler)
+            others = [0 if ids else count for ids, count in zip(forced, counts, strict=True)]
+            proposed = self.proposer.propose(sequences, others, sampler)
+            drafts = [ids or own for ids, own in zip(forced, proposed, strict=True)]
             self._failures = 0
         except Exception as error:
             self._failures += 1
@@ -125,6 +128,17 @@ class Speculator:
         """End the sequence of this slot."""
         if self.proposer is not None:
             self.proposer.release(slot)
+
+
+def _forced(sequences: list[Sequence], counts: list[int], sampler: Sampler) -> list[list[int]]:
+    """For each sequence the tokens that its grammar forces, at most `counts[i]`: they need no proposer."""
+    grammars = [sequence.grammar for sequence in sequences]
+    if any(grammars):
+        sampler.wait()
+    return [
+        grammar.forced(count) if grammar and count > 0 else []
+        for grammar, count in zip(grammars, counts, strict=True)
+    ]
 
 
 class NgramProposer:
