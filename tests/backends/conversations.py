@@ -40,7 +40,7 @@ class Turn:
 def converse(
     backend: Backend, judge: Callable[[Sequence[int], list[int]], None], seed: int, turns: int = 60
 ) -> Counter[str]:
-    """Run the turns of five conversations, up to three at once; two of them may go on from the same history.
+    """Run the turns of five conversations, up to three at once; several may go on from the same history, or a part.
 
     `judge` gets each prompt with its answer. Returns how many turns came after no other, in time, and too late.
     """
@@ -49,15 +49,18 @@ def converse(
     spec = backend.spec
     for number in range(turns):
         present = draw.choices(talks, k=draw.randint(1, 3))
+        goes_back = draw.random() < 0.5
         running: dict[str, Turn] = {}
         for i, talk in enumerate(present):
             if len(talk.history) > min(longest_prompt(spec), spec.max_model_len - 5) - 5:
                 talk.history.clear()
             new = draw.choices(range(3, 90), k=draw.randint(2, 5))
-            # A slot keeps its tokens until all others have been taken.
+            history = talk.history[: len(talk.history) - (draw.randint(0, 7) if goes_back else 0)]
+            # A slot keeps its tokens until all others have been taken, or a turn that goes back overwrites them.
             kept = talk.others_since + len(present) - 1 < spec.num_slots
+            kept &= not goes_back or present.count(talk) == 1
             running[f"{number}-{i}"] = Turn(
-                talk, talk.history + new, len(new), bool(talk.history) and kept
+                talk, history + new, len(new), bool(talk.history) and kept
             )
             seen["first" if not talk.history else "kept" if kept else "late"] += 1
         for name, turn in running.items():

@@ -372,6 +372,36 @@ def test_a_prefix_that_is_not_a_number_is_run_again(llama: Path) -> None:
     assert_same(Driver(backend).alone([*prompt, 8], 4, 1), clean)
 
 
+def test_what_a_failed_step_may_have_overwritten_is_run_again(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(llama, prefix_caching=True, num_speculative_tokens=2)
+    backend, prompt = backends.get("cpu").load(plan), [*range(5, 15)]
+    backend.acquire(0, prompt, 0)
+    backend.run(Step(prefill=make_rows({0: prompt})))
+    backend.run(Step(decode=make_rows({0: [20, 21, 22]}, {0: 10}, Want.ALL_LOGITS)))
+    assert backend.cached([*prompt, 20, 21, 22, 23], 0) == 13
+    with monkeypatch.context() as broken:
+        broken.setattr(backend._model, "forward", None)
+        with pytest.raises(StepError):
+            backend.run(Step(decode=make_rows({0: [30]}, {0: 11})))
+    assert backend.cached([*prompt, 20, 21, 22, 23], 0) == 11
+
+
+def test_a_prompt_takes_the_slot_that_was_left_longest_ago(llama: Path) -> None:
+    backend = backends.get("cpu").load(plan_for(llama, prefix_caching=True))
+    prompts = {slot: [10 + slot] * 12 for slot in range(4)}
+    for slot, prompt in prompts.items():
+        backend.acquire(slot, prompt, 0)
+        backend.run(Step(prefill=make_rows({slot: prompt})))
+    for slot in (2, 0, 3):
+        backend.release([slot])
+    assert backend.place([0, 2, 3], [5] * 9, 0) == 2
+    assert backend.place([0, 2, 3], [*prompts[3], 5], 0) == 3, "it has the prefix"
+    assert backend.place([0, 2, 3], [*prompts[3][:8], 5], 0) == 3, "and little else"
+    assert backend.place([0, 2, 3], [*prompts[1], 5], 0) == 2, "copied from the running one"
+
+
 def test_who_must_not_share_a_prefix_runs_it_again(llama: Path) -> None:
     backend = backends.get("cpu").load(plan_for(llama, prefix_caching=True))
     prompt = [*range(5, 15)]

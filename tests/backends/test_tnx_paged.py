@@ -17,6 +17,7 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Step, Want  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
 from djl_python_neuronx.engine.warmup import warm_up  # noqa: E402
+from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.conversations import assert_answers_of_one_prompt, converse  # noqa: E402
 from tests.backends.tnx_engine import assert_greedy, assert_like_alone, reference  # noqa: E402
 from tests.backends.tnx_plans import VARIANTS, tnx_plan  # noqa: E402
@@ -70,6 +71,40 @@ def test_the_blocks_of_a_prefix_are_not_run_again(tmp_path: Path, tp: int, block
         assert seen["tokens reused"] > 500
     finally:
         backend.close()
+
+
+def test_a_block_that_another_sequence_reads_is_not_written_again(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    plan = replace(tnx_plan(tmp_path, block_size=8), prefix_caching=True)
+    backend, model = backends.get("tnx").load(plan), load_reference(tmp_path)
+    engine, history = Engine(backend), [*range(20, 44)]
+    # One ends in the slot of the history, and the other goes on with its three blocks.
+    prompts = {"first": history, "ends": [*history, 5], "goes on": [*history, 6]}
+    prompts["from the third block"] = [*history[:20], 7, 8, 9]
+    answers: dict[str, list[int]] = {name: [] for name in prompts}
+
+    def step() -> None:
+        for output in engine.step().outputs:
+            assert output.error is None
+            answers[output.request_id] += output.token_ids
+
+    def add(name: str, max_new_tokens: int) -> None:
+        request = GenerationRequest(name, prompts[name], max_new_tokens=max_new_tokens)
+        engine.add(replace(request, ignore_eos=True))
+
+    add("first", 1)
+    while engine.has_work:
+        step()
+    add("ends", 1)
+    add("goes on", 20)
+    while not answers["ends"]:
+        step()
+    add("from the third block", 4)
+    while engine.has_work:
+        step()
+    for name, prompt in prompts.items():
+        assert_greedy(model, prompt, answers[name])
+    backend.close()
 
 
 def test_what_is_not_a_number_stays_with_its_sequence(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class PagedBackend(TnxBackend):
         last = held[min(count // self._block_size, len(held) - 1)]
         if source != slot or self._sharers[last] > 1:
             count -= count % self._block_size
-        kept = held[: -(-count // self._block_size)].copy()
+        kept = held[: -(-count // self._block_size)]
         self._sharers[kept] += 1
         self._sharers[table] -= 1
         # Every slot has a full table, so where two share a block another one is free.
