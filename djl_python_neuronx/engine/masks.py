@@ -49,7 +49,11 @@ class Masks:
         self._made = SimpleQueue[BaseException | None]()
         self._num_ordered = 0
         """Orders whose end `wait` has not seen."""
-        self._started = False
+        queues = self._orders, self._made
+        threading.Thread(
+            target=_make_each, args=queues, name="djl-neuronx-masks", daemon=True
+        ).start()
+        weakref.finalize(self, self._orders.put, None)
 
     def __bool__(self) -> bool:
         """True if some slot has constraints."""
@@ -60,13 +64,6 @@ class Masks:
     ) -> None:
         """Start a sequence with constraints, behind `output_ids`. The first of them may set all bits."""
         self._constrained[slot] = [*output_ids], (*constraints,)
-        if not self._started:
-            self._started = True
-            queues = self._orders, self._made
-            threading.Thread(
-                target=_make_each, args=queues, name="djl-neuronx-masks", daemon=True
-            ).start()
-            weakref.finalize(self, self._orders.put, None)
         self._order(partial(self._make, slot))
 
     def release(self, slot: int) -> None:

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from djl_python_neuronx.engine.core import Call, Engine, StepResult
-from djl_python_neuronx.engine.grammars import Grammars
+from djl_python_neuronx.engine.grammars import Grammar, Grammars
 from djl_python_neuronx.engine.link import (
     REQUEST,
     SPEC,
@@ -45,8 +44,6 @@ MOST_UNREAD, UNREAD_PAUSE_S = 8, 0.001
 """Messages that wait beyond the socket's buffer before the engine waits for the front: each may hold logits."""
 
 Load = Callable[[], Engine]
-_NO_VOCABULARY: list[Any] = ["vocabulary", ([], [])]
-"""Of a front that has left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +90,7 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> tuple[Engine, Gra
         if settings.warm_up:
             link.send("progress", "running every graph once")
             _warm_up(engine)
-        tokens, special_ids = (link.receive() or _NO_VOCABULARY)[1]
+        _, (tokens, special_ids) = link.receive() or ("", ([], []))  # or the front has left
         grammars = Grammars(tokens, special_ids, engine.spec)
         if settings.warm_up:
             with suppress(
@@ -191,7 +188,7 @@ class _Worker:
         grammar = None
         if request.grammar is not None:
             try:
-                grammar = self._grammars.new(request)
+                grammar = Grammar(self._grammars, request)
             except ServingError as error:
                 failed = TokenOutput(request.request_id, (), FinishReason.ERROR, error)
                 self._link.send_step(lambda: (StepResult([failed]), self._state()))

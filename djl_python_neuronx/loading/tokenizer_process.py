@@ -27,9 +27,9 @@ from djl_python_neuronx.errors import (
     ArtifactError,
     BackendUnavailableError,
     QueueFullError,
-    RequestError,
     ServingError,
     TextLimitError,
+    revive,
 )
 from djl_python_neuronx.loading import forked, tokenizer_workers
 from djl_python_neuronx.loading.forked import Process, new_loader
@@ -77,7 +77,7 @@ class TokenizerProcess(TokenTable):
         self._idle = deque[Process](maxlen=IDLE_WORKERS)
         self._closed = False
         self._slow = threading.Semaphore(MOST_SLOW)
-        self._verdicts = OrderedDict[tuple[str, str], tuple[type[RequestError] | None, str]]()
+        self._verdicts = OrderedDict[tuple[str, str], tuple[str | None, str]]()
         self._forking = threading.Lock()
         """Held during a fork or a load. A call waits for it no longer than for a text."""
         special, special_ids, eos_id, pieces = self._load()
@@ -119,24 +119,15 @@ class TokenizerProcess(TokenTable):
         The verdicts on the last grammars are kept, so that clients that send one with each request wait once.
         """
         key = kind, text
-        verdict = self._verdicts.pop(key, None) or self._judge(*key)
+        limit_s = min(self._timeout_s, GRAMMAR_S)
+        verdict = self._verdicts.pop(key, None) or self._call(limit_s, "grammar", key, None)
         self._verdicts[key] = verdict
         if len(self._verdicts) > MOST_VERDICTS:
             self._verdicts.popitem(last=False)
-        refusal, made = verdict
-        if refusal is not None:
-            raise refusal(made)
+        code, made = verdict
+        if code is not None:
+            raise revive(code, made)
         return made
-
-    def _judge(self, kind: str, text: str) -> tuple[type[RequestError] | None, str]:
-        """The engine's form of a grammar; or the error that it is refused by, and its message."""
-        try:
-            limit_s = min(self._timeout_s, GRAMMAR_S)
-            return None, self._call(limit_s, "grammar", (kind, text), None)
-        except (TextLimitError, QueueFullError):
-            raise
-        except RequestError as error:
-            return type(error), str(error)
 
     def close(self) -> None:
         """See `Tokenizer`. Waits for nothing: loads and calls that run end with an error."""

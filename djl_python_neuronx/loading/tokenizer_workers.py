@@ -28,7 +28,12 @@ from djl_python_neuronx.artifacts.tokenizer import (
     import_transformers,
     load_tokenizer,
 )
-from djl_python_neuronx.errors import BackendUnavailableError, ServingError, TextLimitError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    RequestError,
+    ServingError,
+    TextLimitError,
+)
 from djl_python_neuronx.telemetry import setup_logging
 from djl_python_neuronx.types import Rendering
 
@@ -172,7 +177,7 @@ def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any
         skip, spaces = how
         made = tokenizer.decode(given, skip=skip, spaces=spaces)
     elif kind == "grammar":
-        made = tokenizer.grammar(*given)
+        made = _verdict(tokenizer, *given)
     elif kind == "encode":
         made = tokenizer.encode(given, special=how)
     else:
@@ -184,6 +189,14 @@ def _answer(tokenizer: PythonTokenizer, front: Connection, kind: str, given: Any
         msg = f"the model's tokenizer makes {len(made)} tokens or characters; expected at most {MOST_MADE}. Shorten it."
         raise TextLimitError(msg)
     return made
+
+
+def _verdict(tokenizer: PythonTokenizer, kind: str, text: str) -> tuple[str | None, str]:
+    """The engine's form of a grammar behind None, or the code and the message of the error that refuses it."""
+    try:
+        return None, tokenizer.grammar(kind, text)
+    except RequestError as error:
+        return error.code, str(error)
 
 
 def _failure(error: ServingError) -> bytes:

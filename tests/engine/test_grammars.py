@@ -90,10 +90,10 @@ def test_a_mask_has_the_tokens_that_may_follow() -> None:
             one = asked("regex", "|".join(map(re.escape, words)), **fields)
         else:
             one = asked("choice", words, **fields)
-        grammar, output_ids = grammars.new(one), list[int]()
+        grammar, output_ids = Grammar(grammars, one), list[int]()
         while True:
             found, wanted = mask(grammar, output_ids), expected(words, output_ids, fields)
-            if found != wanted or mask(grammars.new(one), output_ids) != wanted:
+            if found != wanted or mask(Grammar(grammars, one), output_ids) != wanted:
                 wrong.append((words, fields, output_ids, found, wanted))
                 break
             following = sorted(wanted - EOS - {20})
@@ -105,25 +105,25 @@ def test_a_mask_has_the_tokens_that_may_follow() -> None:
 
 def test_a_stop_token_comes_where_the_grammar_may_end() -> None:
     grammars = Grammars([piece.decode("latin-1") for piece in PIECES], [*SPECIAL], SPEC)
-    grammar = grammars.new(asked("choice", ["ab", "abc"], stop_token_ids=frozenset({STOP})))
+    grammar = Grammar(grammars, asked("choice", ["ab", "abc"], stop_token_ids=frozenset({STOP})))
     assert mask(grammar, []) == {3, 4, 15}, "a, ab and the other a"
     assert mask(grammar, [4]) == {6, 2, 35, STOP}
-    other = grammars.new(asked("choice", ["ab"], stop_token_ids=frozenset({STOP})))
+    other = Grammar(grammars, asked("choice", ["ab"], stop_token_ids=frozenset({STOP})))
     assert mask(other, [3]) == set(), "b is an end, and the text is no whole one"
 
 
 def test_what_no_tokens_can_write_is_refused() -> None:
     grammars = Grammars([piece.decode("latin-1") for piece in PIECES], [*SPECIAL], SPEC)
     with pytest.raises(RequestError, match="cannot be fulfilled by this model's tokens"):
-        grammars.new(asked("choice", ["xyz"]))
+        Grammar(grammars, asked("choice", ["xyz"]))
 
 
 def test_a_grammar_that_exceeds_its_limits_later_has_an_error() -> None:
     schema = {"type": "object", "properties": {f"a{i}": {} for i in range(700)}}
     lark = f'%llguidance {{"no_forcing": true}}\nstart: "a" | "b" %json {json.dumps(schema)}'
     spec = replace(SPEC, vocab_size=256)
-    one = Grammars([chr(i) for i in range(256)], [], spec).new(
-        EngineRequest("a", [1], grammar=lark)
+    one = Grammar(
+        Grammars([chr(i) for i in range(256)], [], spec), EngineRequest("a", [1], grammar=lark)
     )
     bits = np.zeros(8, np.uint32)
     one.narrow(bits, [])
@@ -142,8 +142,8 @@ def test_a_grammar_that_explodes_ends_before_it_costs_its_neighbours_a_step() ->
         checked("grammar", json.dumps([f"start: {exploding}", None]))
     hidden = checked("grammar", json.dumps([f'start: "b"{{150}} {exploding}', None]))
     spec = replace(SPEC, vocab_size=256)
-    grammar = Grammars([chr(i) for i in range(256)], [], spec).new(
-        EngineRequest("a", [1], grammar=hidden)
+    grammar = Grammar(
+        Grammars([chr(i) for i in range(256)], [], spec), EngineRequest("a", [1], grammar=hidden)
     )
     bits = np.zeros(8, np.uint32)
     for count in range(400):
