@@ -507,17 +507,21 @@ INLINE void rank_typical(const float *restrict values, int64_t count, float best
         keys[i] = -fabsf(keys[i] - mean);
 }
 
-/* Draw a place of the weights, the best `share` of which by their keys have `least_mass`. sampler.py explains how. */
-INLINE int64_t draw_among(const float *keys, double share, double least_mass, const struct rules *rules,
+/*
+ * Draw a place of the weights, whose sum is `left`: of those with the largest keys that together have a share `p` of
+ * `total`. sampler.py explains how.
+ */
+INLINE int64_t draw_among(const float *keys, double p, double total, double left, const struct rules *rules,
                           int32_t position, int64_t count, struct scratch *s)
 {
     for (uint64_t turn = 0;; turn++) {
-        double target = uniform(rules->stream, position, turn);
-        int64_t place = locate(target, sum(s->columns, count), s->weights, count, s->columns);
-        if (share >= 1)
+        double share = uniform(rules->stream, position, turn);
+        int64_t place = locate(share, left, s->weights, count, s->columns);
+        if (p >= 1)
             return place;
         drop(keys, keys[place], s->weights, count, s->columns);
-        if (sum(s->columns, count) < least_mass)
+        left = sum(s->columns, count);
+        if (left < p * total)
             return place;
     }
 }
@@ -529,17 +533,21 @@ INLINE int64_t draw(const struct rules *rules, const float *values, const uint32
     weigh(values, count, best, rules->scale, s->weights, s->columns);
     if (mask)
         drop_excluded(mask, s->weights, count, s->columns);
-    double least_mass = rules->top_p * sum(s->columns, count);
-    if (rules->min_p > 0)
+    double total = sum(s->columns, count), left = total;
+    if (rules->min_p > 0) {
         drop(s->weights, float_of(bits_of(rules->min_p) - 1), s->weights, count, s->columns);
+        left = sum(s->columns, count);
+    }
     if (rules->typical_p >= 1)
-        return draw_among(s->weights, rules->top_p, least_mass, rules, position, count, s);
-    if (rules->top_p < 1)
-        drop(s->weights, below_nucleus(least_mass, s->weights, count, s->columns), s->weights, count, s->columns);
-    double total = sum(s->columns, count);
-    rank_typical(values, count, best, rules->scale, s->weights, total, s->keys, s->columns);
+        return draw_among(s->weights, rules->top_p, total, left, rules, position, count, s);
+    if (rules->top_p < 1) {
+        float bound = below_nucleus(rules->top_p * total, s->weights, count, s->columns);
+        drop(s->weights, bound, s->weights, count, s->columns);
+        left = sum(s->columns, count);
+    }
+    rank_typical(values, count, best, rules->scale, s->weights, left, s->keys, s->columns);
     sum_above(0.0f, s->weights, count, s->columns);
-    return draw_among(s->keys, rules->typical_p, rules->typical_p * total, rules, position, count, s);
+    return draw_among(s->keys, rules->typical_p, left, left, rules, position, count, s);
 }
 
 enum { NO_TOKEN = -1, NONE_ALLOWED = -2 };
