@@ -21,7 +21,7 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.engine.batching import Batcher
-from djl_python_neuronx.engine.grammars import Grammar
+from djl_python_neuronx.engine.grammars import Grammar, Grammars
 from djl_python_neuronx.engine.masks import constraints_of
 from djl_python_neuronx.engine.runner import (
     MAX_FAILED_STEPS,
@@ -147,6 +147,8 @@ class Engine:
         )
         self._sampler = make_sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
+        self.grammars: Grammars
+        """Set with the vocabulary, before the first request that has one."""
         self.proposer = proposer
         self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
         self._live: dict[str, Sequence] = {}

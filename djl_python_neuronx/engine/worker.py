@@ -22,6 +22,7 @@ from djl_python_neuronx.engine.link import (
     Link,
     encode_error,
 )
+from djl_python_neuronx.engine.runner import translate
 from djl_python_neuronx.engine.speculation import DraftModel
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
@@ -63,12 +64,11 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        loaded = _load(link, load, settings)
-        if loaded is None:
+        engine = _load(link, load, settings)
+        if engine is None:
             return False
-        engine, grammars = loaded
         try:
-            return _Worker(engine, grammars, link, settings.queue_timeout_s).run()
+            return _Worker(engine, link, settings.queue_timeout_s).run()
         except Exception as error:
             logger.exception("engine_failed")
             reason = (
@@ -82,7 +82,7 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
         link.close()
 
 
-def _load(link: Link, load: Load, settings: WorkerSettings) -> tuple[Engine, Grammars] | None:
+def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
     engine: Engine | None = None
     try:
         link.send("progress", "loading the model")
@@ -91,12 +91,10 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> tuple[Engine, Gra
             link.send("progress", "running every graph once")
             _warm_up(engine)
         _, (tokens, special_ids) = link.receive() or ("", ([], []))  # or the front has left
-        grammars = Grammars(tokens, special_ids, engine.spec)
-        if settings.warm_up:
-            with suppress(
-                UnsupportedParameterError
-            ):  # without the library the front refuses grammars
-                _ = grammars.tables
+        engine.grammars = Grammars(tokens, special_ids, engine.spec)
+        # Without the library the front refuses grammars.
+        with suppress(UnsupportedParameterError):
+            _ = settings.warm_up and engine.grammars.tables
         link.send("ready", SPEC.dump_python(engine.spec, mode="json"), _speculation(engine))
     except Exception as error:
         if not isinstance(error, ServingError):
@@ -105,7 +103,7 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> tuple[Engine, Gra
         if engine is not None:
             engine.close()
         return None
-    return engine, grammars
+    return engine
 
 
 def _warm_up(engine: Engine) -> None:
@@ -133,10 +131,8 @@ def _speculation(engine: Engine) -> dict[str, object] | None:
 class _Worker:
     """Steps an engine on the calling thread; a separate thread receives commands."""
 
-    def __init__(
-        self, engine: Engine, grammars: Grammars, link: Link, queue_timeout_s: float
-    ) -> None:
-        self._engine, self._grammars, self._link = engine, grammars, link
+    def __init__(self, engine: Engine, link: Link, queue_timeout_s: float) -> None:
+        self._engine, self._link = engine, link
         self._queue_timeout_s = queue_timeout_s
         self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -188,9 +184,10 @@ class _Worker:
         grammar = None
         if request.grammar is not None:
             try:
-                grammar = Grammar(self._grammars, request)
-            except ServingError as error:
-                failed = TokenOutput(request.request_id, (), FinishReason.ERROR, error)
+                grammar = Grammar(self._engine.grammars, request)
+            except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
+                known = error if isinstance(error, ServingError) else translate(error)
+                failed = TokenOutput(request.request_id, (), FinishReason.ERROR, known)
                 self._link.send_step(lambda: (StepResult([failed]), self._state()))
                 return
         self._commands.put(partial(self._engine.add, request, grammar))

@@ -20,7 +20,6 @@ import pytest
 
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.engine.grammars import Grammars
 from djl_python_neuronx.engine.link import (
     EngineState,
     Link,
@@ -704,7 +703,7 @@ def test_the_last_state_of_an_engine_that_becomes_idle_is_idle() -> None:
 
     front, end = socket.socketpair()
     link, engine = Link(front), Interrupted(ToyBackend())
-    one = _Worker(engine, Grammars([], [], engine.spec), Link(end), 120.0)
+    one = _Worker(engine, Link(end), 120.0)
     one._send_state()
     engine.add(request("a", [5, 6]))
     one._send(engine.run(engine.schedule()))
