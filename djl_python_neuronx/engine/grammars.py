@@ -13,7 +13,7 @@ from djl_python_neuronx.errors import RequestError, ServingError
 from djl_python_neuronx.grammar import HEADER, Vocabulary, matcher, reason
 from djl_python_neuronx.types import EngineRequest
 
-MOST_MASK_S = 0.02
+MOST_MASK_S = 0.01
 """Most processor time of a mask, and of each token before it: the whole batch waits for it. Usual ones take 0.1 ms, and
 0.5 ms in one of a hundred (MaskBench)."""
 MOST_COMPILED = 32
