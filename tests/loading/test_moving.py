@@ -292,9 +292,11 @@ def test_the_command_line_is_the_file(tmp_path):
     assert found.max_model_len == int(flags["--max-model-len"])
     wanted = json.loads(flags["--additional-config"])["override_neuron_config"]
     same = [f"option.{name}={flags[flag]}" for name, flag in SAME.items()]
+    assert "--no-enable-prefix-caching" in words
+    same += ["option.model_loader=nxdi", "option.enable_prefix_caching=false"]
     assert found == options(
         tmp_path,
-        [f"option.override_neuron_config={json.dumps(wanted)}", "option.model_loader=nxdi", *same],
+        [f"option.override_neuron_config={json.dumps(wanted)}", *same],
     )
     report = check(
         None,
