@@ -23,6 +23,8 @@ _WHITESPACE = "[ ]"
 """Where JSON allows whitespace: at most one space, so that a model can neither indent without end nor write 1 MB."""
 HEADER = '%llguidance {"no_forcing": true}\n'
 """The model chooses how it divides forced text into tokens."""
+_LONGEST_BYTES = 1024
+"""Longest token that the library takes; it panics at a longer one."""
 _PROBED_BYTES = 128
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
@@ -47,11 +49,12 @@ class Vocabulary:
     def __init__(
         self, tokens: Sequence[bytes], special_ids: Sequence[int] = (), end_id: int | None = None
     ) -> None:
-        """`tokens`: UTF-8 bytes of each id, b"" for one that never follows; those of `special_ids` never do.
+        """`tokens`: UTF-8 bytes of each id; b"", one that is too long and those of `special_ids` never follow.
 
         `end_id`: the token that ends a text; None adds one.
         """
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_ids, end_id
+        self.tokens = [one if len(one) <= _LONGEST_BYTES else b"" for one in tokens]
+        self.special_token_ids, self.eos_token_id = special_ids, end_id
         self.tables = _library().LLTokenizer(self)
         """The library's tables: of 128,256 tokens 75 MB, made in 0.25 s with the GIL (2 vCPU, 2026-11)."""
 

@@ -262,6 +262,31 @@ def test_a_grammar_is_refused_where_nothing_can_enforce_it(monkeypatch: pytest.M
             service.close()
 
 
+@pytest.mark.parametrize("longest", [1024, 10**6])
+def test_a_token_that_the_library_cannot_have_harms_no_other_request(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out of the masks; the panic that it causes otherwise is an error of requests with a grammar."""
+    monkeypatch.setattr(grammar, "_LONGEST_BYTES", longest)
+    tokenizer = ByteTokenizer()
+    assert tokenizer.pieces is not None
+    tokenizer.pieces = [*tokenizer.pieces[:-1], b"=" * 1100]
+    free, asked = {**SAMPLED, "seed": 1, "max_new_tokens": 30}, {"seed": 1, "guided_choice": ["a"]}
+    found = []
+    for warm_up in (False, True):
+        service = toy_service(ToyBackend(SPEC), tokenizer=tokenizer, warm_up=warm_up)
+        try:
+            alone = generate(service, [free])
+            for _ in range(2):
+                (text, _, error), *others = generate(service, [asked, free])
+                assert others == alone
+                found.append((text, type(error), "llguidance failed (PanicExc" in str(error)))
+        finally:
+            service.close()
+    panicked = ("", UnsupportedParameterError, True)
+    assert found == [("a", type(None), False) if longest == 1024 else panicked] * 4
+
+
 def test_what_else_a_request_has_keeps_its_meaning_beside_a_grammar() -> None:
     """Stop strings and limits cut, ignored eos makes the text go on as far as it may, and all else changes nothing."""
     service = serve()

@@ -72,15 +72,24 @@ class StepResult(NamedTuple):
     """The graph that ran and its tokens; None if nothing ran, or it failed."""
 
 
-def _missing(token_id: int, grammar: Grammar | None) -> ServingError:
-    """The error of a sequence that got `NONE_ALLOWED`, or `NO_TOKEN`, in place of a token."""
-    if grammar is not None and grammar.error is not None:
-        return grammar.error
+def _missing(token_id: int, error: BaseException | None) -> ServingError:
+    """The error of a sequence that got `NONE_ALLOWED`, or `NO_TOKEN`, in place of a token. `error`: see `Masks`."""
+    if token_id == NONE_ALLOWED and error is not None:
+        return _failed_rules(error)
     if token_id == NONE_ALLOWED:
         message = "no token may follow, the request's rules exclude each one; loosen them"
         return RequestError(message)
     message = "the model gave no finite logit for this sequence; its output is lost, retry it"
     return StepError(message)
+
+
+def _failed_rules(error: BaseException) -> ServingError:
+    """The error of a sequence whose sampling rules raised one."""
+    if isinstance(error, ServingError):
+        return error
+    logger.error("rules_failed", exc_info=error)
+    message = f"the request's rules failed ({type(error).__name__}: {error}); leave them out"
+    return BackendError(message)
 
 
 @dataclass
@@ -286,7 +295,13 @@ class Engine:
         """Acquire the slots of new sequences; one that the backend refuses leaves alone."""
         failures: list[tuple[Sequence, BackendError]] = []
         for sequence in call.batch.entering:
-            request, slot = sequence.request, sequence.held_slot
+            slot = sequence.held_slot
+            try:
+                self._assign(sequence)
+            except Exception as error:  # noqa: BLE001  (a border, see step)
+                call.batch.drop(sequence)
+                call.refused.append(self._fail(sequence, _failed_rules(error), acquired=False))
+                continue
             try:
                 sequence.num_cached = self._backend.acquire(slot, *sequence.prefix_key)
             except Exception as error:  # noqa: BLE001  (a border, see step)
@@ -294,16 +309,18 @@ class Engine:
                 failures.append((sequence, translate(error)))
             else:
                 call.cached[sequence.request_id] = sequence.num_cached
-                sampling, prompt_ids = sequence.sampling, request.prompt_ids
-                grammar = [] if sequence.grammar is None else [sequence.grammar]
-                end_ids = self.spec.eos_ids | request.stop_token_ids
-                rules = constraints_of(sampling, prompt_ids, end_ids, self.spec.vocab_size)
-                self._sampler.assign(
-                    *(slot, sampling, prompt_ids, sequence.seed, request.given_ids),
-                    [*grammar, *rules],
-                )
         if failures:
-            call.refused = self._fail_all(failures, acquired=False)
+            call.refused += self._fail_all(failures, acquired=False)
+
+    def _assign(self, sequence: Sequence) -> None:
+        """Give the sampler the rules of a sequence for its slot."""
+        request, sampling = sequence.request, sequence.sampling
+        grammar = [] if sequence.grammar is None else [sequence.grammar]
+        rules = constraints_of(sampling, request.prompt_ids, sequence.end_ids, self.spec.vocab_size)
+        self._sampler.assign(
+            *(sequence.held_slot, sampling, request.prompt_ids, sequence.seed, request.given_ids),
+            [*grammar, *rules],
+        )
 
     def _run(self, call: Call, min_drafts: int) -> None:
         """Propose drafts, run the batch on the device, and sample its tokens.
@@ -406,7 +423,8 @@ class Engine:
         taken = sequence.take(token_ids)
         request, reason = sequence.request, sequence.finish_reason
         if not taken and reason is None:
-            return self._fail(sequence, _missing(token_ids[0], sequence.grammar))
+            error = self._sampler.mask_error(sequence.held_slot)
+            return self._fail(sequence, _missing(token_ids[0], error))
         if reason is not None:
             self._end(sequence)
         top = request.top_logprobs
@@ -439,9 +457,11 @@ class Engine:
         slot = sequence.slot
         self._live.pop(sequence.request_id, None)
         self._scheduler.remove(sequence)
-        if slot is None or not acquired:
+        if slot is None:
             return
         self._sampler.release(slot)
+        if not acquired:
+            return
         self._speculator.release(slot)
         try:
             self._backend.release([slot])

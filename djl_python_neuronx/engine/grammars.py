@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.masks import UInt32Array, bits_of
-from djl_python_neuronx.errors import RequestError, ServingError
+from djl_python_neuronx.errors import RequestError, ServingError, UnsupportedParameterError
 from djl_python_neuronx.grammar import HEADER, Vocabulary, matcher, reason
 from djl_python_neuronx.types import EngineRequest
+
+logger = logging.getLogger(__name__)
 
 MOST_MASK_S = 0.01
 """Most processor time of a mask, and of each token before it: the whole batch waits for it. Usual ones take 0.1 ms, and
 0.5 ms in one of a hundred (MaskBench)."""
 MOST_COMPILED = 32
 """Compiled grammars that are kept."""
+
+
+@contextmanager
+def _panics() -> Iterator[None]:
+    """Raise the library's failures, panics included, which are no Exceptions, as errors of a request."""
+    try:
+        yield
+    except ServingError:
+        raise
+    except BaseException as error:
+        logger.exception("grammar_failed")
+        msg = f"the grammar cannot be enforced: llguidance failed ({type(error).__name__}: {error}); leave it out"
+        raise UnsupportedParameterError(msg) from error
 
 
 class Grammar:
@@ -37,21 +54,14 @@ class Grammar:
         self._all_ends = ends | eos_ids
         self._others = ~bits_of([*self._all_ends, grammars.end_id], size)
         self._ends, self._eos = bits_of([*ends], size), bits_of([*eos_ids], size)
-        self._num_read, self._is_slow = 0, False
-
-    @property
-    def error(self) -> ServingError | None:
-        """The error of a grammar that has exceeded a limit: its mask is empty then."""
-        if not self._is_slow and not self._matcher.is_error():
-            return None
-        why = (
-            f"a mask takes more than {MOST_MASK_S:g} s" if self._is_slow else reason(self._matcher)
-        )
-        msg = f"the grammar exceeds its limits at this place of the text: {why}; simplify it"
-        return RequestError(msg)
+        self._num_read = 0
 
     def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
-        """See `Constraint`. Ends may follow where the text may end, ignored eos where nothing else may."""
+        """See `Constraint`. Ends may follow where the text may end, ignored eos where nothing else may.
+
+        Raises:
+            RequestError: the grammar exceeds a limit.
+        """
         new, self._num_read = output_ids[self._num_read :], len(output_ids)
         if new and new[-1] in self._all_ends:
             return  # the sequence has ended
@@ -60,10 +70,11 @@ class Grammar:
         if self._forcing is not None:
             self._forcing.consume_tokens(new)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._is_slow = time.thread_time() - begun_s > MOST_MASK_S * (1 + len(new))
-        if self.error is not None:
-            bits[:] = 0
-            return
+        is_slow = time.thread_time() - begun_s > MOST_MASK_S * (1 + len(new))
+        if is_slow or self._matcher.is_error():
+            why = f"a mask takes more than {MOST_MASK_S:g} s" if is_slow else reason(self._matcher)
+            msg = f"the grammar exceeds its limits at this place of the text: {why}; simplify it"
+            raise RequestError(msg)
         bits &= self._others
         if self._matcher.is_accepting():
             bits |= self._ends
@@ -94,9 +105,23 @@ class Grammars:
 
     @cached_property
     def tables(self) -> Any:  # noqa: ANN401
-        """The library's tables, see `Vocabulary`: made by the first request with a grammar, or before it."""
+        """The library's tables, see `Vocabulary`: made by the first request with a grammar, or before it.
+
+        Raises:
+            UnsupportedParameterError: the library is missing, or has failed.
+        """
         texts = [token.encode("latin-1") for token in self._tokens]
-        return Vocabulary(texts, [*self._special_ids, self.end_id], self.end_id).tables
+        with _panics():
+            return Vocabulary(texts, [*self._special_ids, self.end_id], self.end_id).tables
+
+    def new(self, request: EngineRequest) -> Grammar:
+        """The grammar of a request's sequence.
+
+        Raises:
+            RequestError: the library cannot use it, or has failed.
+        """
+        with _panics():
+            return Grammar(self, request)
 
     def _compile(self, grammar: str) -> Any:  # noqa: ANN401
         """A matcher at the beginning of a grammar.

@@ -28,7 +28,8 @@ class Constraint(Protocol):
     def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
         """Clear the bits of the tokens that may not follow `output_ids`. See `Masks.bits`.
 
-        `output_ids` grows from call to call; the first call may have any number of them. It is only read.
+        `output_ids` grows from call to call; the first call may have any number of them. It is only read. An error ends
+        the sequence.
         """
 
 
@@ -45,6 +46,8 @@ class Masks:
         self._vocab_size = vocab_size
         self._constrained: dict[int, tuple[list[int], tuple[Constraint, ...]]] = {}
         """Slot to its output and constraints."""
+        self.errors: dict[int, BaseException] = {}
+        """Slot to the error of its constraints, whose mask is empty then."""
         self._orders = SimpleQueue[Callable[[], None] | None]()
         self._made = SimpleQueue[BaseException | None]()
         self._num_ordered = 0
@@ -71,6 +74,7 @@ class Masks:
         if slot in self._constrained:
             self.wait()
             del self._constrained[slot]
+            self.errors.pop(slot, None)
 
     def note(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Begin to make the masks that follow a step's tokens; -1 or less is none."""
@@ -111,8 +115,11 @@ class Masks:
         output_ids, constraints = self._constrained[slot]
         bits = self.bits[slot]
         bits[:] = _ALL
-        for constraint in constraints:
-            constraint.narrow(bits, output_ids)
+        try:
+            for constraint in constraints:
+                constraint.narrow(bits, output_ids)
+        except BaseException as error:  # noqa: BLE001  (a border: a library's panic is no Exception)
+            self.errors[slot], bits[:] = error, 0
 
 
 def _make_each(

@@ -343,6 +343,10 @@ class Sampler:
         """Wait until the masks of the noted tokens are made: constraints are at rest then."""
         self._masks.wait()
 
+    def mask_error(self, slot: int) -> BaseException | None:
+        """The error of a slot whose token is `NONE_ALLOWED`, if its constraints failed."""
+        return self._masks.errors.get(slot)
+
     def sample(
         self, logits: Float32Array, slots: Int32Array, positions: Int32Array, *, note: bool = True
     ) -> Int32Array:

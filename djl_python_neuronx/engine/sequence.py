@@ -49,7 +49,9 @@ class Sequence:
         self.arrived_s = time.monotonic()
         # A text ends with its grammar even if it ignores eos.
         ends = grammar is not None or not request.ignore_eos
-        self.stop_ids = request.stop_token_ids | (spec.eos_ids if ends else frozenset())
+        self.end_ids = _known(request.stop_token_ids | spec.eos_ids, spec)
+        """Eos, and the tokens that end it like eos. The tokenizer may have some that the model lacks."""
+        self.stop_ids = self.end_ids if ends else _known(request.stop_token_ids, spec)
         fits = spec.max_model_len - len(request.prompt_ids)
         self.max_new_tokens = fits if wanted is None else min(wanted, fits)
 
@@ -123,3 +125,7 @@ class Sequence:
                 continue
             break
         return taken
+
+
+def _known(ids: frozenset[int], spec: ModelSpec) -> frozenset[int]:
+    return frozenset(one for one in ids if one < spec.vocab_size)

@@ -9,10 +9,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
+from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.core import Call, Engine, StepResult
 from djl_python_neuronx.engine.grammars import Grammar, Grammars
 from djl_python_neuronx.engine.link import (
@@ -22,7 +25,6 @@ from djl_python_neuronx.engine.link import (
     Link,
     encode_error,
 )
-from djl_python_neuronx.engine.runner import translate
 from djl_python_neuronx.engine.speculation import DraftModel
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
@@ -87,14 +89,12 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
     try:
         link.send("progress", "loading the model")
         engine = load()
-        if settings.warm_up:
-            link.send("progress", "running every graph once")
-            _warm_up(engine)
-        _, (tokens, special_ids) = link.receive() or ("", ([], []))  # or the front has left
-        engine.grammars = Grammars(tokens, special_ids, engine.spec)
-        # Without the library the front refuses grammars.
-        with suppress(UnsupportedParameterError):
-            _ = settings.warm_up and engine.grammars.tables
+        with ThreadPoolExecutor(1, "djl-neuronx-tables") as beside:
+            made = beside.submit(_grammars, link, engine.spec, settings.warm_up)
+            if settings.warm_up:
+                link.send("progress", "running every graph once")
+                _warm_up(engine)
+            engine.grammars = made.result()
         link.send("ready", SPEC.dump_python(engine.spec, mode="json"), _speculation(engine))
     except Exception as error:
         if not isinstance(error, ServingError):
@@ -104,6 +104,16 @@ def _load(link: Link, load: Load, settings: WorkerSettings) -> Engine | None:
             engine.close()
         return None
     return engine
+
+
+def _grammars(link: Link, spec: ModelSpec, warm_up: bool) -> Grammars:
+    """Read the vocabulary. Its tables hold the GIL, so with `warm_up` they are made before the first request."""
+    _, (tokens, special_ids) = link.receive() or ("", ([], []))  # or the front has left
+    grammars = Grammars(tokens, special_ids, spec)
+    if warm_up:
+        with suppress(UnsupportedParameterError):  # each request with a grammar gets it
+            _ = grammars.tables
+    return grammars
 
 
 def _warm_up(engine: Engine) -> None:
@@ -173,24 +183,36 @@ class _Worker:
             while (message := self._link.receive()) is not None:
                 kind, argument = message
                 if kind == "add":
-                    self._add(REQUEST.validate_python(argument))
+                    self._add(argument)
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:
             self._commands.put(None)
 
-    def _add(self, request: EngineRequest) -> None:
+    def _add(self, fields: Mapping[str, Any]) -> None:
         """Give the engine a request, with its grammar: it is compiled here, so that no step waits for it."""
-        grammar = None
-        if request.grammar is not None:
-            try:
-                grammar = Grammar(self._engine.grammars, request)
-            except Exception as error:  # noqa: BLE001  (a border: foreign errors become outputs)
-                known = error if isinstance(error, ServingError) else translate(error)
-                failed = TokenOutput(request.request_id, (), FinishReason.ERROR, known)
-                self._link.send_step(lambda: (StepResult([failed]), self._state()))
-                return
-        self._commands.put(partial(self._engine.add, request, grammar))
+        try:
+            request = REQUEST.validate_python(fields)
+            grammar = None if request.grammar is None else self._engine.grammars.new(request)
+        except BaseException as error:  # noqa: BLE001  (a border: an error of this request alone)
+            self._fail(fields["request_id"], error)
+        else:
+            self._commands.put(partial(self._enter, request, grammar))
+
+    def _enter(self, request: EngineRequest, grammar: Grammar | None) -> None:
+        try:
+            self._engine.add(request, grammar)
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._fail(request.request_id, error)
+
+    def _fail(self, request_id: str, error: BaseException) -> None:
+        """End a request that the engine has not got."""
+        if not isinstance(error, ServingError):
+            logger.error("request_failed request_id=%s", request_id, exc_info=error)
+            message = f"the engine could not take the request ({type(error).__name__}: {error}); change it"
+            error = BackendError(message)
+        failed = TokenOutput(request_id, (), FinishReason.ERROR, error)
+        self._link.send_step(lambda: (StepResult([failed]), self._state()))
 
     def _send(self, call: Call | None) -> None:
         """Send the result of the last call. It is made while the device runs the next one, which nothing delays."""

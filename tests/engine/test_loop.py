@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from djl_python_neuronx.engine import worker
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.link import (
@@ -31,6 +33,7 @@ from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import WorkerSettings, _Worker, work
 from djl_python_neuronx.errors import (
+    BackendError,
     BackendUnavailableError,
     PromptTooLongError,
     QueueFullError,
@@ -80,6 +83,38 @@ def test_deltas_carry_the_text_and_the_counts() -> None:
         assert [delta.num_generated_tokens for delta in deltas] == list(range(1, 7))
         assert {delta.num_prompt_tokens for delta in deltas} == {2}
         assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert_idle(loop, backend)
+
+
+@pytest.mark.parametrize("where", ["reading", "grammar", "queue"])
+def test_a_request_that_the_engine_cannot_take_ends_alone(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        pass
+
+    def fails(*_: Any) -> None:
+        raise Panic("odd") if where != "queue" else KeyError("odd")
+
+    backend = ToyBackend(LONG, step_s=0.001)
+    with running(backend) as loop:
+        inbox = BlockingQueue()
+        loop.submit(request("neighbour", [7, 6], 50), inbox)
+        wait_until(lambda: loop.engine.num_running == 1)
+        with monkeypatch.context() as patched:
+            if where == "reading":
+                patched.setattr(worker, "REQUEST", SimpleNamespace(validate_python=fails))
+            elif where == "grammar":
+                patched.setattr("djl_python_neuronx.engine.grammars.Grammars.new", fails)
+            else:
+                patched.setattr(loop.engine, "add", fails)
+            grammar = "start: /a/" if where == "grammar" else None
+            loop.submit(request("bad", [5, 6], 6, grammar=grammar), inbox)
+            found = collect(inbox, "bad", "neighbour")
+        assert text(found["neighbour"]) == shown(expected([7, 6], 50))
+        error = found["bad"][-1].error
+        assert isinstance(error, BackendError)
+        assert "the engine could not take the request" in str(error)
         assert_idle(loop, backend)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from djl_python_neuronx.engine import core
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.masks import UInt32Array
+from djl_python_neuronx.engine.masks import Constraint, UInt32Array, constraints_of
 from djl_python_neuronx.engine.native import LIBRARY
 from djl_python_neuronx.engine.sampler import NO_TOKEN, NONE_ALLOWED, Sampler
-from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.errors import BackendError, RequestError, ServingError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
@@ -135,6 +138,73 @@ def test_a_request_whose_rules_exclude_all_tokens_fails_alone(at: int) -> None:
     assert isinstance(found["bad"][-1].error, RequestError)
     assert "the request's rules exclude each one" in str(found["bad"][-1].error)
     assert_clean(engine, backend)
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+class Failing:
+    """A grammar whose mask cannot be made at some place of the text."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error = at, error
+
+    def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
+        if len(output_ids) == self.at:
+            raise self.error
+
+    def forced(self, most: int) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_rules_that_fail_end_their_own_request(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the masks' thread, by an error of any kind, and at the start of a sequence."""
+    backend = ToyBackend()
+    engine = Engine(backend)
+
+    def made(params: SamplingParams, *more: Any) -> list[Constraint]:
+        if params.suppress_tokens == (77,):
+            raise IndexError("bad rules")
+        return constraints_of(params, *more)
+
+    monkeypatch.setattr(core, "constraints_of", made)
+    cases: list[tuple[BaseException, type[ServingError], str]] = [
+        (RequestError("too slow"), RequestError, "^too slow$"),
+        (ValueError("odd"), BackendError, r"rules failed \(ValueError: odd\)"),
+        (Panic("worse"), BackendError, r"rules failed \(Panic: worse\)"),
+    ]
+    engine.add(request("before", [5, 6], 9))
+    for i, (error, *_) in enumerate(cases):
+        engine.add(request(f"bad{i}", [7, 8], 9), Failing(at, error))  # type: ignore[arg-type]
+    for i in range(5):  # more than failed steps end an engine
+        bad = request(f"worst{i}", [7], 9, sampling=SamplingParams(suppress_tokens=(77,)))
+        engine.add(bad)
+    engine.add(request("after", [9], 6))
+    found = run(engine)
+    assert tokens(found["before"]) == expected([5, 6], 9)
+    assert tokens(found["after"]) == expected([9], 6)
+    for i, (_, kind, message) in enumerate(cases):
+        assert len(tokens(found[f"bad{i}"])) == at
+        last = found[f"bad{i}"][-1].error
+        assert type(last) is kind
+        assert re.search(message, str(last))
+    for i in range(5):
+        assert "IndexError: bad rules" in str(found[f"worst{i}"][-1].error)
+    assert_clean(engine, backend)
+
+
+def test_ends_of_a_text_that_the_model_lacks_change_nothing() -> None:
+    """The tokenizer, or generation_config.json, has more tokens than the weights."""
+    spec = replace(TOY_SPEC, eos_ids=frozenset({2, TOY_SPEC.vocab_size, 4000}))
+    engine = Engine(ToyBackend(spec))
+    sampling = SamplingParams(min_new_tokens=3)
+    for name, fields in (("a", {}), ("b", {"ignore_eos": True})):
+        stops = frozenset({400, 2**31})
+        engine.add(request(name, [5, 6], 9, sampling=sampling, stop_token_ids=stops, **fields))
+    found = run(engine)
+    assert tokens(found["a"]) == tokens(found["b"]) == expected([5, 6], 9)
 
 
 @pytest.mark.parametrize("fields", [{"min_new_tokens": 4}, {"min_length": 6}])
