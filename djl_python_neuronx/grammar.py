@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, json_type
 
@@ -25,6 +25,22 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 """The model chooses how it divides forced text into tokens."""
 _LONGEST_BYTES = 1024
 """Longest token that the library takes; it panics at a longer one."""
+_ESCAPES = 'nrbtf\\"'
+"""JSON's escapes without its \\u: else a key that is written another way evades the schema of its property."""
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that have no other escape. Of a text that has one the library leaves it out in silence."""
+_PATTERN = re.compile(
+    r"(?P<negated>\[\^(?:-+|\]|))(?P<rest>(?:\\.|[^\]\\])*\])"
+    r"|(?P<ranges>\[(?:\\.|[^\]\\])*-(?:\\.|[^\]\\])*\])"
+    r"|(?P<control>\\(?:x[01]|x7[Ff]|u00[01]|u007[Ff]|[xu]\{|[acv0-7])|[\x00-\x07\x0b\x0e-\x1f\x7f])"
+    r"|\\.",
+    re.DOTALL,
+)
+"""A regex's negated classes, those with ranges, and the control characters beside them."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose object has names of the client's, not keywords."""
+_VALUES = frozenset({"const", "enum", "default", "example", "examples"})
+"""Keywords that have JSON, not schemas."""
 _PROBED_BYTES = 128
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
@@ -144,22 +160,53 @@ def _schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]
         raise RequestError(msg)
     pattern = _WHITESPACE if whitespace is None else whitespace
     flexible = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return {**_read(schema), "x-guidance": flexible}
+    return {**_read(schema), "x-guidance": {**flexible, "json_allowed_escapes": _ESCAPES}}
 
 
-def _read(schema: Any) -> Any:  # noqa: ANN401
-    """A part of a schema, as the library reads it."""
+def _read(schema: Any, keyword: str = "") -> Any:  # noqa: ANN401
+    """A part of a schema, the value of a keyword, as the library reads it."""
     if isinstance(schema, list):
-        return [*map(_read, schema)]
+        return [_read(one, keyword) for one in schema]
     if isinstance(schema, dict):
         least = schema.get("minProperties")
-        if isinstance(least, (int, float)) and least > 1:
+        is_schema = keyword not in _NAMED | _VALUES
+        if is_schema and isinstance(least, (int, float)) and least > 1:
             # The library counts a key that comes twice twice, as in {"a": 1, "a": 2}.
             msg = f"cannot be enforced: minProperties is {least}; expected at most 1. List keys in required"
             raise UnsupportedParameterError(msg)
-        return {name: _read(one) for name, one in schema.items()}
+        return {
+            _pattern(name) if keyword == "patternProperties" else name: _read(
+                one, name if is_schema else keyword if keyword in _VALUES else ""
+            )
+            for name, one in schema.items()
+        }
+    if isinstance(schema, str) and keyword == "pattern":
+        return _pattern(schema)
+    if isinstance(schema, str) and keyword in ("const", "enum") and _CONTROL.search(schema):
+        _refuse_control(keyword)
     # 2.0 is an integer in JSON schemas, and not in the library.
     return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
+
+
+def _pattern(regex: str) -> str:
+    """A schema's regex whose classes are without U+0000, which no text has.
+
+    The library takes a class of all control characters to have quotes and backslashes too.
+    """
+
+    def read(found: re.Match[str]) -> str:
+        if found["control"]:
+            _refuse_control("pattern")
+        if found["negated"]:
+            return found["negated"] + r"\x00" + found["rest"]
+        return re.sub(r"\\(x00|u0000)-", r"\\x01-", found[0]) if found["ranges"] else found[0]
+
+    return _PATTERN.sub(read, regex)
+
+
+def _refuse_control(keyword: str) -> NoReturn:
+    msg = f"cannot be enforced: {keyword} has a control character that JSON writes as \\u; leave it out"
+    raise UnsupportedParameterError(msg)
 
 
 def _regex(value: str, _whitespace: str | None) -> str:
@@ -172,7 +219,9 @@ def _regex(value: str, _whitespace: str | None) -> str:
 
 
 def _choice(value: list[str], _whitespace: str | None) -> str:
-    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+    # U+007F is no character of a string in the library's grammars.
+    texts = [json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in value]
+    return "start: " + " | ".join(texts)
 
 
 def _ebnf(value: str, _whitespace: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,20 @@ def accepts(grammar: str, text: str) -> bool:
     return one.try_consume_tokens(list(content)) == len(content) and one.is_accepting()
 
 
+def spellings(value: Any) -> list[str]:
+    """A value's JSON, and that with each letter and digit of its strings escaped."""
+    plain = json.dumps(value, ensure_ascii=False)
+    inside = re.compile(r'"(?:\\.|[^"\\])*"')
+    letter = re.compile(r"\\.|[0-9A-Za-z]")
+
+    def escaped(found: re.Match[str]) -> str:
+        return letter.sub(
+            lambda one: one[0] if one[0][0] == "\\" else f"\\u{ord(one[0]):04x}", found[0]
+        )
+
+    return list(dict.fromkeys([plain, inside.sub(escaped, plain)]))
+
+
 def test_no_wrong_value_of_the_suite_is_accepted_and_most_schemas_are_served() -> None:
     usual, served, wrong, unnamed = 0, 0, [], []
     accepted: dict[bool, int] = defaultdict(int)
@@ -85,7 +100,10 @@ def test_no_wrong_value_of_the_suite_is_accepted_and_most_schemas_are_served() -
             continue
         served += is_usual
         for value, valid in case["tests"]:
-            if accepts(grammar, json.dumps(value, ensure_ascii=False)):
+            for text in spellings(value):
+                assert json.loads(text) == value
+                if not accepts(grammar, text):
+                    continue
                 accepted[valid] += 1
                 if not valid:
                     wrong.append((case["file"], case["name"], value))
@@ -120,6 +138,19 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "keys that may come twice": (
         "json",
         {"additionalProperties": {}, "minProperties": 2},
+        "minProperties is 2",
+    ),
+    "a text that only \\u writes": ("json", {"const": "a\x01"}, "const has a control character"),
+    "one in a list": ("json", {"enum": ["b", {"k": "\x7f"}]}, "enum has a control character"),
+    "one in a pattern": ("json", {"pattern": r"^a\x01$"}, "pattern has a control character"),
+    "one in a key's pattern": (
+        "json",
+        {"patternProperties": {"^\x02": {}}},
+        "pattern has a control character",
+    ),
+    "least keys below a property named default": (
+        "json",
+        {"properties": {"default": {"minProperties": 2}}},
         "minProperties is 2",
     ),
     "the library's options": ("json", {"not": {}, "x-guidance": {"lenient": True}}, "x-guidance"),
@@ -208,6 +239,77 @@ def test_a_verdict_is_kept_and_the_time_is_bounded(monkeypatch: pytest.MonkeyPat
         tokenizer.close()
 
 
+STRINGS = [
+    "",
+    "a",
+    "b",
+    "ab",
+    "-",
+    "]",
+    "^",
+    "[",
+    '"',
+    "\\",
+    "\n",
+    "\t",
+    '"\\',
+    " ",
+    "é",
+    "😀",
+    "\\n",
+]
+CLASSES = [
+    *(r"[^\"]*", r"[^\\]", r"[^\"\\]+", r"[^a]", r"[^-a]", r"[^]a]", r"[^\]]", r"[^^]", r"\["),
+    *(
+        r"[^\x00-\x1f\"]",
+        r"[^\n\"]",
+        r"[\x00-!]",
+        r"[\x00-\x1f]",
+        r"[\u0000-\u001f ]",
+        r"[\x00-\x7f]*",
+    ),
+    *(r"[^\[]\[?", r"\\[^\\]", r"[a-z-]*", r"\S+", r"\W", ".", r"(?:[^\"]|\\\")*"),
+]
+
+
+def test_a_pattern_accepts_the_strings_that_it_matches_alone() -> None:
+    """As a value's pattern and as a key's; Python's regexes are the oracle."""
+    wrong = []
+    for regex in CLASSES:
+        one = re.compile(regex, re.ASCII)
+        value = written("json", {"type": "string", "pattern": f"^{regex}$"})
+        key = {"patternProperties": {f"^{regex}$": {"const": 1}}, "additionalProperties": False}
+        keys = written("json", {"type": "object", **key})
+        for text in STRINGS:
+            quoted, matches = json.dumps(text, ensure_ascii=False), one.fullmatch(text) is not None
+            if accepts(value, quoted) != matches or accepts(keys, f"{{{quoted}: 1}}") != matches:
+                wrong.append((regex, text, matches))
+    assert wrong == []
+
+
+VALUES = {"minProperties": 5, "a": [{"minProperties": 2}]}
+
+
+def test_a_key_has_one_spelling_and_values_are_no_schemas() -> None:
+    role = {"type": "object", "properties": {"role": {"enum": ["user"]}}, "required": ["role"]}
+    cases: list[tuple[Any, str, bool]] = [
+        (role, '{"role": "user", "r": "admin"}', True),
+        (role, '{"role": "user", "\\u0072ole": "admin"}', False),
+        (role, '{"role": "user", "role": "admin"}', False),
+        ({"properties": {"a": {"type": "integer"}}}, '{"\\u0061": "x"}', False),
+        ({"patternProperties": {"^x": {"type": "integer"}}}, '{"\\u0078": "s"}', False),
+        ({"patternProperties": {"^x": {"type": "integer"}}}, '{"x": 1, "y": "s"}', True),
+        ({"const": VALUES}, json.dumps(VALUES), True),
+        ({"const": VALUES}, '{"minProperties": 5}', False),
+        ({"enum": [VALUES, 1]}, json.dumps(VALUES), True),
+        ({"default": VALUES, "examples": [VALUES], "type": "string"}, '"a"', True),
+        ({"properties": {"minProperties": {"const": 3}}}, '{"minProperties": 3}', True),
+    ]
+    wrong = [case for case in cases if accepts(written("json", case[0]), case[1]) != case[2]]
+    assert wrong == []
+
+
+CONTROLS = ["\x7f", "\x01", "\t", "\x85", "\u2028", "😀"]
 WHITESPACE = {
     None: (['{"a": 1}', '{"a":1}', '{ "a" :1 }'], ['{"a":  1}', '{\n"a":1}']),
     "": (['{"a":1}'], ['{"a": 1}']),
@@ -230,7 +332,10 @@ def test_each_kind_accepts_its_texts_alone() -> None:
         ],
         "json_object": [(True, ["{}", '{"a": {"b": [1, true]}}'], ["[]", "1", "", '{"a"}'])],
         "regex": [(r"^\d{2}/(a|b)\w*$", ["12/a_", "00/b"], ["1/a", "12/aé", "٣٣/a", "x12/a"])],
-        "choice": [(["a", "ab", 'é"\n\\'], ["a", "ab", 'é"\n\\'], ["abc", "b", ""])],
+        "choice": [
+            (["a", "ab", 'é"\n\\'], ["a", "ab", 'é"\n\\'], ["abc", "b", ""]),
+            (CONTROLS, CONTROLS, ["", "a", "\\u007f"]),
+        ],
         "grammar": [
             (gbnf, ["a1x", "a12ya3x"], ["a1", "ax", "a1y"]),
             ('start: "a" B+\nB: /[bc]/', ["ab", "acb"], ["a", "abd"]),
