@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,20 +12,15 @@ _END = -1
 """Behind the last token of a slot."""
 
 
-class Owner(NamedTuple):
-    """Those who may share a prefix. Keys and values of an adapter are of no use to another one."""
-
-    adapter: int
-    salt: str
-    """See `EngineRequest.cache_salt`."""
+Owner = tuple[int, str]
+"""Adapter and `EngineRequest.cache_salt` of those who share prefixes. An adapter's keys are of no use to another."""
 
 
 class Prefixes:
     """The tokens in the cache of every slot. Those of an ended sequence stay until the slot is taken for another."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block: int = 1) -> None:
-        """Every slot is empty. `block`: see `ModelSpec.prefix_block`."""
-        self.block = block
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        """Every slot is empty."""
         self._tokens = np.full((num_slots, max_model_len + 1), _END, np.int32)
         self._owners: list[Owner | None] = [None] * num_slots
         self._used = [0] * num_slots

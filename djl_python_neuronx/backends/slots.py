@@ -21,7 +21,7 @@ from djl_python_neuronx.backends.base import (
 )
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.backends.prefixes import Owner, Prefixes
+from djl_python_neuronx.backends.prefixes import Prefixes
 from djl_python_neuronx.backends.shapes import check_budget, check_rows, refuse
 from djl_python_neuronx.errors import StepError
 
@@ -61,7 +61,7 @@ class SlotBackend(ABC):
         self._model = model
         self._prefixes: Prefixes | None = None
         if spec.prefix_block:
-            self._prefixes = Prefixes(spec.num_slots, spec.max_model_len, spec.prefix_block)
+            self._prefixes = Prefixes(spec.num_slots, spec.max_model_len)
         self._filled = np.zeros(spec.num_slots, np.int64)
         self._num_reprefilled = 0
         """Tokens that the present step has prefilled again."""
@@ -89,7 +89,7 @@ class SlotBackend(ABC):
         """Return how many tokens of a prompt are in the cache, in whole blocks of `ModelSpec.prefix_block`."""
         if self._prefixes is None:
             return 0
-        longest = int(self._prefixes.find(prompt_ids, Owner(adapter, salt)).max())
+        longest = int(self._prefixes.find(prompt_ids, (adapter, salt)).max())
         return longest - longest % self.spec.prefix_block
 
     def place(
@@ -98,13 +98,13 @@ class SlotBackend(ABC):
         """Return the lowest slot, so that small batches stay dense, or the one that `Prefixes` chooses."""
         if self._prefixes is None:
             return free[0]
-        return self._prefixes.choose(free, prompt_ids, Owner(adapter, salt))
+        return self._prefixes.choose(free, prompt_ids, (adapter, salt))
 
     def acquire(self, slot: int, prompt_ids: Sequence[int], adapter: int, salt: str = "") -> int:
         """Empty a slot for a prompt, but for a prefix that is in the cache."""
         self._filled[slot], self._ran = 0, None
         if self._prefixes is not None:
-            source, count = self._prefixes.take(slot, prompt_ids, Owner(adapter, salt))
+            source, count = self._prefixes.take(slot, prompt_ids, (adapter, salt))
             count = self._reuse(source, slot, count)
             self._prefixes.keep(slot, prompt_ids, count)
             self._filled[slot] = count
