@@ -293,9 +293,9 @@ class BatchingOptions(OptionGroup):
     all are trusted, or where a gateway writes the field."""
     fairness_key: Annotated[Literal["api_key", "user"] | None, Lower, Option()] = None
     """Clients take turns for free slots, and the more requests wait, the fewer one client may have: as many as there is
-    still room for, or as there are slots. A client is who sends an API key (`api_key`), or a name in the request
-    (`user`: docs/protocols.md), which clients choose themselves: let a gateway write it. Requests without one are
-    one client's. Unset: all are."""
+    still room for, or as there are slots. A client is who sends an API key (`api_key`; without keys of this server
+    its gateway must check them), or a name in the request (`user`: docs/protocols.md), which clients choose themselves:
+    let a gateway write it. Requests without one are one client's. Unset: all are."""
     decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""

@@ -312,7 +312,8 @@ class GenerationParameters(RequestModel):
             return ""
         name = self.safety_identifier or self.user
         if context.options.fairness_key == "api_key":
-            name = context.headers.get("authorization")
+            # A server with keys has checked it, and put the key's digest there.
+            name = context.headers.get("authorization", "").partition(" ")[2].strip()
         return hashlib.sha256(str(name).encode(errors="replace")).hexdigest()[:16]
 
 

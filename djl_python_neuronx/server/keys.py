@@ -61,7 +61,10 @@ def _digest(key: bytes) -> bytes:
 
 
 class KeyCheck:
-    """Answers requests without a key by 401, before their body is read. `PROBES` need none."""
+    """Answers requests without a key by 401, before their body is read. `PROBES` need none.
+
+    The application gets the key's digest in place of the header, the same one however the header is written.
+    """
 
     def __init__(self, app: ASGIApp, digests: Sequence[bytes]) -> None:
         self._app = app
@@ -69,20 +72,26 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["path"] in PROBES or self._admits(scope["headers"]):
+        digest = self._admitted(scope["headers"])
+        if digest is not None:
+            others = [one for one in scope["headers"] if one[0] != b"authorization"]
+            headers = [*others, (b"authorization", b"Bearer " + digest.hex().encode())]
+            scope = {**scope, "headers": headers}
+        if scope["path"] in PROBES or digest is not None:
             await self._app(scope, receive, send)
             return
         response = error_response(UnauthorizedError(MISSING), path=scope["path"])
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """True if one of the headers has a key. The time does not depend on which keys are nearly right."""
-        found = False
+    def _admitted(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+        """The digest of the key that the headers have; None without. Time does not depend on nearly right keys."""
+        found = None
         for name, value in headers:
             scheme, _, key = value.partition(b" ")
             if name == b"authorization" and scheme.lower() == b"bearer":
                 sent = _digest(key.strip())
                 for digest in self._digests:
-                    found |= hmac.compare_digest(sent, digest)
+                    if hmac.compare_digest(sent, digest):
+                        found = digest
         return found

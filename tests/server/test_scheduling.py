@@ -16,6 +16,7 @@ pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transf
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.server.app import Application
+from djl_python_neuronx.server.keys import read_keys
 from djl_python_neuronx.server.models import Model
 from tests.doubles.tiny_models import MAX_POSITIONS, VOCAB_SIZE, save_tiny_model
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
@@ -63,20 +64,26 @@ def cached(answer: dict[str, Any]) -> int:
     return details["cached_tokens"]
 
 
-def served_order(requests: list[dict[str, Any]], keys: list[str], **options: Any) -> list[int]:
+def served_order(
+    requests: list[dict[str, Any]],
+    keys: list[str],
+    digests: list[bytes] | None = None,
+    **options: Any,
+) -> list[int]:
     """The order in which requests that wait for the only slot get it, by their numbers.
 
-    The first one holds it until all wait; `requests` are parameters of each, `keys` their API keys.
+    The first one holds it until all wait; `requests` are parameters of each, `keys` their API keys, or whole headers.
     """
     backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
     backend.hang_at.add(0)
     application = Application(Model("toy"))
     service = application.models[0].service = toy_service(backend, **options)
-    running = Running(application)
+    running = Running(application, api_keys=digests or ())
 
     def send(number: int) -> int:
         sent = body([7] * (number + 1), 2, parameters=requests[number])
-        headers = {"authorization": f"Bearer {keys[number]}"}
+        key = keys[number]
+        headers = {"authorization": key if " " in key else f"Bearer {key}"}
         status: int = http.post(
             running.url + "/invocations", json=sent, headers=headers
         ).status_code
@@ -116,6 +123,13 @@ def test_clients_take_turns(key: str) -> None:
     keys = names if key == "api_key" else ["same"] * len(names)
     assert served_order(requests, keys, fairness_key=key) == [0, 1, 4, 5, 2, 6, 3]
     assert served_order(requests, keys) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_key_is_one_client_however_it_is_written() -> None:
+    keys = ["a", "bearer a", "BEARER  a", "Bearer \ta", "b", "Bearer c", "bearer  b"]
+    digests = read_keys(None, "a,b,c")
+    order = served_order([{}] * len(keys), keys, digests, fairness_key="api_key")
+    assert order == [0, 1, 4, 5, 2, 6, 3]
 
 
 def test_the_next_turn_of_a_conversation_runs_what_is_new(url: str) -> None:
