@@ -104,7 +104,10 @@ class Process:
     @property
     def is_alive(self) -> bool:
         """True until it has ended, which closes its end of the connection."""
-        return not any(event & select.POLLHUP for _, event in self._events.poll(0))
+        # Not `_events`, which takes one thread at a time: calls that end together ask the same loader.
+        events = select.poll()
+        events.register(self._connection.fileno(), select.POLLIN)
+        return not any(event & select.POLLHUP for _, event in events.poll(0))
 
     @property
     def is_stopped(self) -> bool:
