@@ -18,8 +18,8 @@ from djl_python_neuronx.errors import RequestError, TextLimitError  # noqa: E402
 from djl_python_neuronx.grammar import KINDS, Vocabulary, checked, matcher  # noqa: E402
 from djl_python_neuronx.loading import tokenizer_process  # noqa: E402
 from djl_python_neuronx.loading.tokenizer_process import TokenizerProcess  # noqa: E402
-from tests.backends.top_tokens import TINY  # noqa: E402
 
+TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
 SUITE = Path(__file__).parent / "schemas" / "json_schema_test_suite.jsonl"
 """JSON-Schema-Test-Suite, drafts 2020-12 and 7, its required tests."""
 UNUSUAL = {
