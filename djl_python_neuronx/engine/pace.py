@@ -16,22 +16,31 @@ class Pace:
         """No answer has ended."""
         self.service_s = 0.0
         """Mean time that a sequence holds its slot."""
-        self._tokens = self._deviation = 0.0
+        self._first_s = self._further_s = self._tokens = self._deviation = 0.0
 
-    def note(self, service_s: float, num_tokens: int) -> None:
-        """Record an answer: the time from its slot to its end, and its tokens."""
-        if not self._tokens:
-            self.service_s, self._tokens, self._deviation = service_s, num_tokens, num_tokens / 2
+    def note(self, service_s: float, first_s: float | None, num_tokens: int) -> None:
+        """Record an answer: the times from its slot to its end and to its first token, and its tokens.
+
+        `first_s`: None if its prompt was scored, which takes a time of its own kind.
+        """
+        weight = _OF_MEAN if self.service_s else 1
+        self.service_s += weight * (service_s - self.service_s)
+        if first_s is None:
             return
-        self._deviation += _OF_DEVIATION * (abs(num_tokens - self._tokens) - self._deviation)
-        self._tokens += _OF_MEAN * (num_tokens - self._tokens)
-        self.service_s += _OF_MEAN * (service_s - self.service_s)
+        if self._tokens:
+            weight = _OF_MEAN
+            self._deviation += _OF_DEVIATION * (abs(num_tokens - self._tokens) - self._deviation)
+        else:
+            weight, self._deviation = 1, num_tokens / 2
+        self._tokens += weight * (num_tokens - self._tokens)
+        self._first_s += weight * (first_s - self._first_s)
+        self._further_s += weight * (service_s - first_s - self._further_s)
 
     def needed_s(self, max_new_tokens: int | None) -> float:
         """Return the time that most answers of at most so many tokens need from their slot on; 0 if it is unknown."""
-        if not self._tokens:
-            return 0.0
         tokens = self._tokens + _SPREAD * self._deviation
         if max_new_tokens is not None:
             tokens = min(tokens, max_new_tokens)
-        return self.service_s / self._tokens * tokens
+        if tokens <= 1 or self._tokens <= 1:
+            return self._first_s
+        return self._first_s + (tokens - 1) * self._further_s / (self._tokens - 1)

@@ -332,6 +332,18 @@ def test_a_prompt_that_is_not_scored_whole_at_its_deadline_gets_an_error() -> No
         assert_idle(loop, backend)
 
 
+def test_what_answers_need_does_not_follow_from_prompts_that_are_scored() -> None:
+    with running(ToyBackend(LONG)) as loop:
+        inbox, pace = BlockingQueue(), only(loop).streams.pace
+        loop.submit(request("a", [5] * 8, 3, scores_prompt=0), inbox)
+        collect(inbox, "a")
+        assert pace.service_s > 0
+        assert pace.needed_s(3) == 0
+        loop.submit(request("b", [5] * 8, 3), inbox)
+        collect(inbox, "b")
+        assert 0 < pace.needed_s(1) < pace.needed_s(3)
+
+
 def test_at_the_deadline_of_a_group_what_waits_ends_like_what_runs() -> None:
     backend = ToyBackend(LONG, step_s=0.005)
     with running(backend) as loop:

@@ -194,13 +194,27 @@ def test_the_time_that_an_answer_needs() -> None:
     pace = Pace()
     assert pace.needed_s(None) == pace.needed_s(5) == 0
     for _ in range(300):
-        pace.note(4.0, 20)
+        pace.note(4.0, 0.2, 20)
     assert pace.needed_s(None) == pytest.approx(4.0, rel=1e-3)
     assert pace.needed_s(5) == pytest.approx(1.0, rel=1e-3)
     draw = random.Random(0)
     lengths = [1 + int(draw.expovariate(0.02)) for _ in range(3000)]
     for length in lengths:
-        pace.note(0.5 + 0.1 * length, length)
+        pace.note(0.5 + 0.1 * length, 0.6, length)
     needed = [pace.needed_s(length) for length in lengths]
     enough = sum(one >= 0.1 * n for one, n in zip(needed, lengths, strict=True))
     assert 0.8 <= enough / len(lengths) <= 0.99
+
+
+def test_an_answer_needs_no_more_time_for_others_of_another_kind() -> None:
+    """Chats of a second beside prompts that are scored for 30 s, and beside answers of one token."""
+    pace = Pace()
+    for _ in range(100):
+        pace.note(1.0, 0.02, 50)
+        pace.note(30.0, None, 1)
+    assert pace.needed_s(50) == pytest.approx(1.0)
+    assert pace.service_s > 10, "all that hold a slot make others wait"
+    for _ in range(100):
+        pace.note(0.02, 0.02, 1)
+    assert 0.02 < pace.needed_s(50) < 1.01
+    assert pace.needed_s(1) == pytest.approx(0.02)
