@@ -19,6 +19,8 @@ MOST_CHARS = 2**18
 """Longest grammar of a request."""
 MOST_ITEMS = 500
 """Alternatives that a grammar has at one place. An optional property of an object takes four."""
+MOST_MASK_ITEMS = 5_000
+"""Most of them for all tokens of a mask: a schema's take a tenth (MaskBench), and 50,000, the default, up to 135 ms."""
 _WHITESPACE = "[ ]"
 """Where JSON allows whitespace: at most one space, so that a model can neither indent without end nor write 1 MB."""
 HEADER = '%llguidance {"no_forcing": true}\n'
@@ -93,7 +95,9 @@ def matcher(grammar: str, tokens: Any) -> Any:  # noqa: ANN401
     library = _library()
     # The library's own limits of size and work, but for that of ambiguity, which costs its third power: with 2000 items
     # a mask of `s: s s s | s s | /[a-z]/` takes 0.8 s (2 vCPU, 2026-11). Errors have no part of the output.
-    limits = library.LLParserLimits(verbose_errors=False, max_items_in_row=MOST_ITEMS)
+    limits = library.LLParserLimits(
+        verbose_errors=False, max_items_in_row=MOST_ITEMS, step_max_items=MOST_MASK_ITEMS
+    )
     return library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
 
 

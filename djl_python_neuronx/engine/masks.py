@@ -151,8 +151,11 @@ def constraints_of(
         if ids and until > 0:
             found.append(Excluded(bits_of([*ids], vocab_size), until))
     for words, before_ids in ((params.bad_words, ()), (params.bad_words_ids, prompt_ids)):
-        if words:
-            found.append(BadWords(words, before_ids))
+        single = [word[0] for word in words if len(word) == 1]
+        if single:
+            found.append(Excluded(bits_of(single, vocab_size)))
+        if len(words) > len(single):
+            found.append(BadWords([word for word in words if len(word) > 1], before_ids))
     if params.no_repeat_ngram_size:
         found.append(NoRepeat(params.no_repeat_ngram_size, prompt_ids, vocab_size))
     return found
@@ -160,9 +163,10 @@ def constraints_of(
 
 def bits_of(ids: npt.ArrayLike, vocab_size: int) -> UInt32Array:
     """A mask in which the bits of `ids` are 1. See `Masks.bits`."""
-    bits, places = np.zeros(-(-vocab_size // 32), np.uint32), np.asarray(ids, np.uint32)
-    np.bitwise_or.at(bits, places >> 5, np.uint32(1) << (places & 31))
-    return bits
+    # Not by bits, of which each takes its time: a list may have as many tokens as a prompt.
+    chosen = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    chosen[np.asarray(ids, np.intp)] = True
+    return np.packbits(chosen, bitorder="little").view("<u4").astype(np.uint32, copy=False)
 
 
 class Excluded:
@@ -178,23 +182,24 @@ class Excluded:
 
 
 class BadWords:
-    """No last token of a word behind its other tokens."""
+    """No last token of a word behind its other tokens, of which it has some."""
 
     def __init__(self, words: Sequence[Ids], before_ids: Sequence[int]) -> None:
         """`before_ids`: tokens before the output, in which a word may begin."""
         self._longest = max(map(len, words))
         self._before_ids = [*before_ids[-self._longest :]]
-        self._words = defaultdict[int, list[list[int]]](list)
-        """Words by the token before their last one; -1: there is none."""
+        self._lasts = defaultdict[tuple[int, ...], list[int]](list)
+        """Last tokens of words by the tokens before them."""
         for word in words:
-            self._words[word[-2] if len(word) > 1 else -1].append([*word])
+            self._lasts[tuple(word[:-1])].append(word[-1])
+        self._sizes = {*map(len, self._lasts)}
 
     def narrow(self, bits: UInt32Array, output_ids: list[int]) -> None:
         """See `Constraint`."""
         tail = self._before_ids + output_ids[-self._longest :]
-        for *others, last in self._words.get(-1, []) + self._words.get((tail or [-1])[-1], []):
-            if not others or tail[-len(others) :] == others:
-                bits[last >> 5] &= ~np.uint32(1 << (last & 31))
+        for size in self._sizes:
+            if lasts := self._lasts.get((*tail[-size:],)):
+                bits &= ~bits_of(lasts, 32 * len(bits))
 
 
 class NoRepeat:
@@ -209,9 +214,10 @@ class NoRepeat:
         """See `Constraint`."""
         self._ids.extend(output_ids[len(self._ids) - self._prompt_len :])
         ids = np.frombuffer(self._ids, np.int32)
-        places = np.arange(self._size - 1, len(ids))
+        follow = ids[self._size - 1 :]
+        repeat = np.ones(len(follow), np.bool_)
         for back in range(1, self._size):
-            if not len(places):
+            repeat &= ids[self._size - 1 - back : -back] == ids[-back]
+            if not repeat.any():
                 return
-            places = places[ids[places - back] == ids[-back]]
-        bits &= ~bits_of(ids[places], self._vocab_size)
+        bits &= ~bits_of(follow[repeat], self._vocab_size)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +133,36 @@ def test_a_grammar_that_exceeds_its_limits_later_has_an_error() -> None:
     assert bits.any()
     with pytest.raises(RequestError, match="the grammar exceeds its limits"):
         one.narrow(bits, [ord(letter) for letter in 'b{"a'])
+
+
+def test_masks_that_take_long_end_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On average, or one of them, after tokens that were read at once as after others; some slow ones may be."""
+    clock = SimpleNamespace(now_s=0.0)
+
+    def thread_time() -> float:
+        """The time of a mask passes between two calls."""
+        clock.now_s += next(clock.steps)
+        return clock.now_s
+
+    monkeypatch.setattr(time, "thread_time", thread_time)
+    spec = replace(SPEC, vocab_size=256)
+    grammars = Grammars([chr(i) for i in range(256)], [], spec)
+    cases: list[tuple[str, list[float], int, int | None]] = [
+        ("usual", [0.0019] * 300, 0, None),
+        ("slow", [0.0031] * 300, 0, 45),
+        ("slow after quick ones", [0.0] * 200 + [0.0031] * 300, 0, 245),
+        ("one", [0.001] * 100 + [0.06], 0, 100),
+        ("some", ([0.03] + [0.0] * 20) * 10, 0, None),
+        ("of a resumed request", [0.5, 0.001], 300, None),
+    ]
+    for _, seconds, given, wanted in cases:
+        grammar = Grammar(grammars, asked("regex", "a*"))
+        clock.steps = chain.from_iterable((0.0, one) for one in seconds)
+        for i in range(len(seconds) if wanted is None else wanted):
+            grammar.narrow(np.zeros(8, np.uint32), [ord("a")] * (given + i))
+        if wanted is not None:
+            with pytest.raises(RequestError, match="its masks take more than 2 ms"):
+                grammar.narrow(np.zeros(8, np.uint32), [ord("a")] * (given + wanted))
 
 
 def test_a_grammar_that_explodes_ends_before_it_costs_its_neighbours_a_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -138,6 +139,37 @@ def test_a_request_whose_rules_exclude_all_tokens_fails_alone(at: int) -> None:
     assert isinstance(found["bad"][-1].error, RequestError)
     assert "the request's rules exclude each one" in str(found["bad"][-1].error)
     assert_clean(engine, backend)
+
+
+WORDS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "of one token": tuple((i,) for i in range(1024)),
+    "behind one token": tuple((5, i) for i in range(512)),
+    "of many lengths": tuple((*[5] * i, 5) for i in range(1, 40)),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_mask_takes_one_look_for_each_length_of_bad_words(name: str) -> None:
+    """Lines of Python that run, because all rows wait for them: not one for each word."""
+    num_lines = 0
+
+    def count(*_: object) -> Any:
+        nonlocal num_lines
+        num_lines += 1
+        return count
+
+    constraints = constraints_of(SamplingParams(bad_words_ids=WORDS[name]), [7], (), 2000)
+    bits, output = np.full(63, 0xFFFFFFFF, np.uint32), [5] * 50
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for constraint in constraints:
+            constraint.narrow(bits, output)
+    finally:
+        sys.settrace(before)
+    left = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    assert set(range(2016)) - set(left.tolist()) == {word[-1] for word in WORDS[name]}
+    assert 0 < num_lines < 30 * len({*map(len, WORDS[name])})
 
 
 class Panic(BaseException):
