@@ -132,7 +132,11 @@ def reason(compiled: Any) -> str:  # noqa: ANN401
     line: str = _PLACE.sub("", "".join([first, *details]))
     if line.startswith("NoExtension"):
         return "no text fulfils it"
+    if line.startswith("panic"):
+        return "it cannot be read"
     line = line.removeprefix("failed to compile JSON schema: ").partition(" Enable ")[0]
+    if line.startswith("regex parse error") and more:
+        line = f"the pattern {json.dumps(more[0].strip()[:100])}: {line}"
     return f"$ref: {line}"[:300] if line.startswith("Resource ") else line[:300]
 
 

@@ -136,6 +136,9 @@ OPENAI_SCHEMA = {"name": "a", "description": "d", "strict": True, "schema": SCHE
 FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"response_format": {"type": "json_schema", "json_schema": OPENAI_SCHEMA}}, "json", SCHEMA),
     ({"response_format": {"type": "json_object"}}, "json_object", True),
+    ({"response_format": {"type": "json_object", "schema": None}}, "json_object", True),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
+    ({"grammar": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
     ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+"),
     ({"response_format": TAG}, "structural_tag", TAG),
     ({"structured_outputs": {"json": SCHEMA, "regex": None, "json_object": False}}, "json", SCHEMA),
@@ -176,6 +179,67 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs.regexp",
         "'regexp'; expected json,",
     ),
+    *(
+        ({"structured_outputs": value}, "structured_outputs", "has no grammar; expected one of")
+        for value in (
+            {},
+            {"whitespace_pattern": " "},
+            {"json": None, "json_object": False, "disable_any_whitespace": False},
+        )
+    ),
+    *(
+        ({"structured_outputs": {name: value}}, f"structured_outputs.{name}", "; expected ")
+        for name in ("json", "regex", "choice", "grammar", "structural_tag")
+        for value in (False, 0, "", [])
+    ),
+    *(
+        (
+            {"structured_outputs": {"json": SCHEMA, name: value}},
+            f"structured_outputs.{name}",
+            "is a number; expected",
+        )
+        for name, value in (
+            ("json_object", 0),
+            ("disable_any_whitespace", 0),
+            ("whitespace_pattern", 5),
+        )
+    ),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "no grammar beside it"),
+    *(
+        (
+            {field: {"type": kind, **members, "banana": 1}},
+            f"{field}.banana",
+            f"{field} has 'banana'; expected type",
+        )
+        for field in ("response_format", "grammar")
+        for kind, members in (
+            ("text", {}),
+            ("json_object", {}),
+            ("json_schema", {"json_schema": OPENAI_SCHEMA}),
+            ("json_schema", {"value": OPENAI_SCHEMA}),
+            ("regex", {"value": "a"}),
+            ("json", {"value": SCHEMA}),
+        )
+    ),
+    ({"response_format": {**TAG, "banana": 1}}, "response_format.banana", "has 'banana'"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": OPENAI_SCHEMA}},
+        "response_format.json_schema",
+        "has 'json_schema'; expected type, schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {**OPENAI_SCHEMA, "b": 1}}},
+        "response_format.json_schema.b",
+        "has 'b'; expected schema, name",
+    ),
+    (
+        {"grammar": {"type": "json_schema", "value": SCHEMA}},
+        "grammar.value.schema",
+        "grammar.value.schema is null; expected a schema",
+    ),
+    ({"guided_json": {"pattern": "(?=a)b"}}, "guided_json", r'pattern "\(\?=a\)b".*look-around'),
+    ({"guided_regex": "a(?!b)"}, "guided_regex", r'"a\(\?!b\)".*look-around'),
+    ({"guided_grammar": "start: </s>"}, "guided_grammar", "cannot be enforced: it cannot be read"),
     ({"structured_outputs": "a"}, "structured_outputs", "a string; expected an object"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml; expected text"),
     ({"response_format": {}}, "response_format.type", "missing; expected text"),

@@ -189,8 +189,10 @@ class TokenizerProcess(TokenTable):
                 why = f"takes more than {limit_s:g} s ({limit})"
             logger.warning("text_limit folder=%r what=%r: it %s", self._folder.name, what, why)
             msg = (
-                f"the model's {what} {why} on this text, and was ended; shorten or change the text, or correct the "
-                f"{what}"
+                f"cannot be checked: it {why}; simplify it"
+                if kind == "grammar"  # behind the field's name
+                else f"the model's {what} {why} on this text, and was ended; shorten or change the text, or correct "
+                f"the {what}"
             )
             raise TextLimitError(msg) from None
         except ServingError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -10,8 +10,8 @@ import orjson
 from djl_python_neuronx.errors import (
     QueueFullError,
     RequestError,
-    TextLimitError,
     UnsupportedParameterError,
+    json_type,
 )
 from djl_python_neuronx.grammar import KINDS, MOST_CHARS
 from djl_python_neuronx.types import Tokenizer
@@ -29,6 +29,8 @@ KIND_OF = {
 """Fields that have a grammar of one kind. The type in the value of the others names it, or its key."""
 FIELDS = frozenset({*KIND_OF, "response_format", "grammar", "structured_outputs"})
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
+_DESCRIPTION = ("schema", "name", "description", "strict")
+"""Members of a `json_schema` of OpenAI and TGI."""
 Asked = tuple[str, str, Any, "str | None"]
 """The name of a field, and the kind, the value and the whitespace of its grammar."""
 
@@ -39,15 +41,10 @@ def grammar_of(given: GenerationParameters, tokenizer: Tokenizer) -> str | None:
     Raises:
         RequestError: it asks for several, or for one that cannot be read or enforced.
     """
-    fields = given.model_fields_set & FIELDS
-    found = [one for field in fields for one in _asked(field, getattr(given, field))]
-    if not found:
+    found = _only(given)
+    if found is None:
         return None
-    if len(found) > 1:
-        names = sorted(name for name, *_ in found)
-        msg = f"{' and '.join(names)} each have a grammar; send one of them"
-        raise RequestError(msg, names[1])
-    ((name, kind, value, whitespace),) = found
+    name, kind, value, whitespace = found
     if tokenizer.pieces is None:
         msg = (
             f"{name} cannot be enforced, because the text of this model's tokens depends on the tokens around them; "
@@ -62,11 +59,25 @@ def grammar_of(given: GenerationParameters, tokenizer: Tokenizer) -> str | None:
         raise RequestError(msg, name)
     try:
         return tokenizer.grammar(kind, text)
-    except (TextLimitError, QueueFullError):
+    except QueueFullError:
         raise
     except RequestError as error:
         msg = f"{name} {error}"
         raise type(error)(msg, param=name) from None
+
+
+def _only(given: GenerationParameters) -> Asked | None:
+    fields = given.model_fields_set & FIELDS
+    found = [one for field in fields for one in _asked(field, getattr(given, field))]
+    if len(found) > 1:
+        names = sorted(name for name, *_ in found)
+        msg = f"{' and '.join(names)} each have a grammar; send one of them"
+        raise RequestError(msg, names[1])
+    if not found and given.guided_whitespace_pattern is not None:
+        field = "guided_whitespace_pattern"
+        msg = f"{field} has no grammar beside it; send guided_json, or leave it out"
+        raise RequestError(msg, field)
+    return found[0] if found else None
 
 
 def _asked(field: str, value: Any) -> Iterator[Asked]:  # noqa: ANN401
@@ -74,33 +85,70 @@ def _asked(field: str, value: Any) -> Iterator[Asked]:  # noqa: ANN401
         yield field, KIND_OF[field], value, None
     elif field == "structured_outputs":
         yield from _structured_outputs(field, value)
-    elif (kind := value.get("type", "missing")) != "text":
-        yield _typed(field, str(kind), value)
+    else:
+        yield from _typed(field, {key: one for key, one in value.items() if one is not None})
 
 
 def _structured_outputs(field: str, value: Mapping[str, Any]) -> Iterator[Asked]:
     """vLLM's: an object with one of the kinds, and options."""
-    values = {key: one for key, one in value.items() if one is not None and one is not False}
-    whitespace = "" if "disable_any_whitespace" in values else values.get("whitespace_pattern")
-    for key in values.keys() - {*_OPTIONS}:
-        if key not in KINDS:
-            msg = f"{field} has {key!r}; expected {', '.join((*KINDS, *_OPTIONS))}"
-            raise UnsupportedParameterError(msg, f"{field}.{key}")
-        yield f"{field}.{key}", key, values[key], whitespace
+    values = {key: one for key, one in value.items() if one is not None}
+    _check_members(field, values, (*KINDS, *_OPTIONS))
+    for key, kind, expected in (
+        ("whitespace_pattern", str, "a regex"),
+        ("disable_any_whitespace", bool, "true or false"),
+        ("json_object", bool, "true or false"),
+    ):
+        if not isinstance(values.get(key, kind()), kind):
+            msg = f"{field}.{key} is {json_type(values[key])}; expected {expected}"
+            raise RequestError(msg, f"{field}.{key}")
+    whitespace = values.pop("whitespace_pattern", None)
+    if values.pop("disable_any_whitespace", False):
+        whitespace = ""
+    if not values.get("json_object", True):
+        del values["json_object"]
+    if not values:
+        msg = f"{field} has no grammar; expected one of {', '.join(KINDS)}"
+        raise RequestError(msg, field)
+    for key, one in values.items():
+        yield f"{field}.{key}", key, one, whitespace
 
 
-def _typed(field: str, kind: str, value: Mapping[str, Any]) -> Asked:
+def _typed(field: str, value: Mapping[str, Any]) -> Iterator[Asked]:
     """A grammar by its type: OpenAI's `response_format`, TGI's and LMI's `grammar`."""
-    described = value.get("json_schema", value.get("value"))
-    schema = described.get("schema") if isinstance(described, dict) else None
-    types: dict[str, Asked] = {
-        "json_object": (field, "json_object", True, None),
-        "json_schema": (f"{field}.json_schema.schema", "json", schema, None),
-        "json": (f"{field}.value", "json", value.get("value"), None),
-        "regex": (f"{field}.value", "regex", value.get("value"), None),
-        "structural_tag": (field, "structural_tag", value, None),
+    default = "json_schema" if field == "response_format" else "value"
+    member = next((name for name in ("json_schema", "value") if name in value), default)
+    described = value.get(member)
+    if not isinstance(described, dict):
+        described = {}
+    schema = described.get("schema")
+    json_object: Asked = (field, "json_object", True, None)
+    if "schema" in value:  # as llama.cpp's server has it
+        json_object = (f"{field}.schema", "json", value["schema"], None)
+    types: dict[str, tuple[tuple[str, ...], Asked | None]] = {
+        "text": ((), None),
+        "json_object": (("schema",), json_object),
+        "json_schema": ((member,), (f"{field}.{member}.schema", "json", schema, None)),
+        "json": (("value",), (f"{field}.value", "json", value.get("value"), None)),
+        "regex": (("value",), (f"{field}.value", "regex", value.get("value"), None)),
+        "structural_tag": (
+            ("structures", "triggers"),
+            (field, "structural_tag", value, None),
+        ),
     }
+    kind = str(value.get("type", "missing"))
     if kind not in types:
-        msg = f"{field}.type is {kind[:100]}; expected text, {', '.join(types)}"
+        msg = f"{field}.type is {kind[:100]}; expected {', '.join(types)}"
         raise RequestError(msg, f"{field}.type")
-    return types[kind]
+    members, asked = types[kind]
+    _check_members(field, value, ("type", *members))
+    if kind == "json_schema" and schema is not None:
+        _check_members(f"{field}.{member}", described, _DESCRIPTION)
+    if asked is not None:
+        yield asked
+
+
+def _check_members(field: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse unknown members, also with `option.unknown_parameters=warn`: without them the grammar is another."""
+    for name in value.keys() - {*known}:
+        msg = f"{field} has {name[:100]!r}; expected {', '.join(known)}"
+        raise UnsupportedParameterError(msg, f"{field}.{name[:100]}")
