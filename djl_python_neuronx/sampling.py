@@ -87,6 +87,23 @@ def _plain(value: object) -> object:
     return value
 
 
+def _number(value: object) -> str:
+    return reprlib.repr(value) if isinstance(value, (int, float)) else json_type(value)
+
+
+def _wrong(value: tuple[Any, ...], holds: Callable[[Any], bool]) -> str:
+    """The first wrong element of a list, or its length. Of text only names are shown: other may be a prompt's."""
+    bad = next((one for one in value if not holds((one,))), None)
+    if bad is None:
+        return f"{len(value)} values"
+    if not isinstance(bad, tuple):
+        return _number(bad)
+    if holds is _are_biases and len(bad) == 2:
+        return f"{reprlib.repr(bad[0])}: {_number(bad[1])}"
+    ids = [one for one in bad if not _are_ids((one,))]
+    return f"a list with {_number(ids[0])}" if ids else f"a list of {len(bad)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next token is sampled; the defaults are greedy, and so is top_k 1. A field is one sampling rule.
@@ -131,7 +148,7 @@ class SamplingParams:
     min_new_tokens: int = _count()
     min_length: int = _count()
     seed: int | None = _rule(
-        None, "an integer from 0 to 2**64 - 1", lambda v: 0 <= v < 2**64, int, greedy=True
+        None, "an integer from -2**63 to 2**64 - 1", lambda v: 0 <= v < 2**64, int, greedy=True
     )
 
     WIRE_NAMES: ClassVar[tuple[str, ...]]
@@ -149,11 +166,12 @@ class SamplingParams:
                 continue
             typed = isinstance(value, rule.metadata["types"]) and not isinstance(value, bool)
             if not typed or not rule.metadata["holds"](value):
-                shown = f"is {json_type(value)}"
-                if isinstance(value, (int, float)):
-                    shown = f"is {reprlib.repr(value)}"
-                elif isinstance(value, tuple):
-                    shown = f"has {len(value)} values"
+                shown = f"is {_number(value)}"
+                if isinstance(value, tuple):
+                    found = (
+                        _wrong(value, rule.metadata["holds"]) if typed else f"{len(value)} values"
+                    )
+                    shown = f"has {found}"
                 msg = f"{rule.name} {shown}; expected {rule.metadata['allowed']}"
                 raise RequestError(msg, param=rule.name)
 
@@ -182,6 +200,14 @@ class SamplingParams:
             ("suppress_tokens", self.suppress_tokens),
             ("begin_suppress_tokens", self.begin_suppress_tokens),
         ]
+
+    def excluding(self) -> list[str]:
+        """Return the parameters that are set and that exclude tokens, by name."""
+        names = (
+            *("allowed_token_ids", "bad_words", "bad_words_ids", "suppress_tokens"),
+            *("begin_suppress_tokens", "no_repeat_ngram_size", "min_new_tokens", "min_length"),
+        )
+        return [name for name in names if getattr(self, name)]
 
     def unsupported_on_device(self) -> list[str]:
         """Return the parameters that are set and that a device which samples does not support."""

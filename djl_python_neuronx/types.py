@@ -98,6 +98,9 @@ class GenerationRequest(EngineRequest):
     """A label for logs and metrics."""
     prompt_name: str = "the prompt"
     """The prompt's name in errors, which tells those of a list apart."""
+    least_name: str = "min_new_tokens"
+    most_name: str = "max_new_tokens"
+    """The client's names of the bounds of the length, for errors."""
 
 
 class Scored(NamedTuple):

@@ -72,13 +72,17 @@ class StepResult(NamedTuple):
     """The graph that ran and its tokens; None if nothing ran, or it failed."""
 
 
-def _missing(token_id: int, error: BaseException | None) -> ServingError:
+def _missing(token_id: int, sequence: Sequence, error: BaseException | None) -> ServingError:
     """The error of a sequence that got `NONE_ALLOWED`, or `NO_TOKEN`, in place of a token. `error`: see `Masks`."""
     if token_id == NONE_ALLOWED and error is not None:
         return _failed_rules(error)
     if token_id == NONE_ALLOWED:
-        message = "no token may follow, the request's rules exclude each one; loosen them"
-        return RequestError(message)
+        rules = sequence.sampling.excluding()
+        names = " and ".join([*rules, *["the grammar"] * (sequence.request.grammar is not None)])
+        message = (
+            f"no token may follow, the request's rules exclude each one ({names}); loosen them"
+        )
+        return RequestError(message, next(iter(rules), None))
     message = "the model gave no finite logit for this sequence; its output is lost, retry it"
     return StepError(message)
 
@@ -424,7 +428,7 @@ class Engine:
         request, reason = sequence.request, sequence.finish_reason
         if not taken and reason is None:
             error = self._sampler.mask_error(sequence.held_slot)
-            return self._fail(sequence, _missing(token_ids[0], error))
+            return self._fail(sequence, _missing(token_ids[0], sequence, error))
         if reason is not None:
             self._end(sequence)
         top = request.top_logprobs
@@ -450,7 +454,7 @@ class Engine:
                     TokenOutput(sequence.request_id, (), None, None, values, top, scored=scored)
                 )
             else:
-                outputs.append(self._fail(sequence, _missing(NO_TOKEN, None)))
+                outputs.append(self._fail(sequence, _missing(NO_TOKEN, sequence, None)))
         return outputs
 
     def _end(self, sequence: Sequence, *, acquired: bool = True) -> None:

@@ -98,16 +98,16 @@ def _check_vocabulary(request: GenerationRequest, vocab_size: int) -> None:
             raise RequestError(msg, name)
 
 
-def _check_lengths(request: EngineRequest) -> None:
+def _check_lengths(request: GenerationRequest) -> None:
     least, most = request.sampling.min_new_tokens, request.max_new_tokens
     if most is None:
         return
     if most < (0 if request.scores_prompt is not None else 1):
-        msg = f"max_new_tokens is {most}; expected at least 1"
-        raise RequestError(msg)
+        msg = f"{request.most_name} is {most}; expected at least 1"
+        raise RequestError(msg, request.most_name)
     if least > most:
-        msg = f"min_new_tokens is {least}, max_new_tokens is {most}; lower the first, or raise the second"
-        raise RequestError(msg, "min_new_tokens")
+        msg = f"{request.least_name} is {least}, {request.most_name} is {most}; lower the first, or raise the second"
+        raise RequestError(msg, request.least_name)
 
 
 def _check_given(request: EngineRequest, spec: ModelSpec) -> None:

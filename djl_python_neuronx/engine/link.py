@@ -158,17 +158,22 @@ def encode_request(
     return orjson.dumps(("add", sent), default=list)
 
 
-def encode_error(error: ServingError | None) -> tuple[str, str] | None:
-    """Code and message of an error."""
+def encode_error(error: ServingError | None) -> tuple[str, ...] | None:
+    """Code and message of an error, and the field of the request that is wrong if it names one."""
     if error is None:
         return None
     # A file name in a message may hold bytes that are not UTF-8.
-    return error.code, str(error).encode(errors="replace").decode()
+    fields = error.code, str(error).encode(errors="replace").decode()
+    param = getattr(error, "param", None)
+    return fields if param is None else (*fields, param)
 
 
 def decode_error(fields: Sequence[str] | None) -> ServingError | None:
     """The inverse of `encode_error`."""
-    return None if fields is None else revive(*fields)
+    if fields is None:
+        return None
+    code, message, *param = fields
+    return revive(code, message, **({"param": param[0]} if param else {}))
 
 
 def encode_step(result: StepResult, state: EngineState) -> tuple[Any, ...]:

@@ -237,7 +237,7 @@ class ParseContext:
         number = len(prompts) * count
         if number > MAX_SEQUENCES:
             msg = (
-                f"the request has {number} sequences (prompts: {len(prompts)}, answers of each: {count}); "
+                f"the request has {number} sequences (prompts: {len(prompts)}, {count_name}: {count}); "
                 f"expected at most {MAX_SEQUENCES}"
             )
             raise RequestError(msg, count_name if count > 1 else PROMPT)

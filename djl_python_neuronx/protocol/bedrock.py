@@ -72,7 +72,13 @@ class BedrockProtocol(WireProtocol):
         streams = streams or context.headers.get(_FORWARDED, "").lower() == _STREAMS
         stream = "jsonlines" if streams else None
         return parsed_request(
-            [body.prompt], given, context, BedrockShape(), self.name, stream=stream
+            [body.prompt],
+            given,
+            context,
+            BedrockShape(),
+            self.name,
+            stream=stream,
+            most_name="max_gen_len",
         )
 
 

@@ -384,10 +384,6 @@ class OpenAiProtocol(WireProtocol):
                 raise UnsupportedParameterError(msg, param="prompt_logprobs")
             more["scores_prompt"] = max(given.prompt_logprobs, more.get("scores_prompt") or 0)
         values = given.given_sampling()
-        if given.top_k == -1:
-            values["top_k"] = 0
-        if type(given.seed) is int and -(2**63) <= given.seed < 0:
-            values["seed"] = given.seed + 2**64
         sampling = sampling_params(context.with_defaults(values))
         if values.get("temperature", 0) > MAX_TEMPERATURE:
             msg = (
@@ -426,7 +422,11 @@ class OpenAiProtocol(WireProtocol):
             given, context, requests, count=count, with_logprobs=with_logprobs, stream=stream
         )
         decode = partial(context.tokenizer.decode, skip=given.skip_special_tokens)
-        texts = [one if isinstance(one, str) else decode(one) for one in prompts if echo]
+        is_cut = given.truncate_prompt_tokens is not None
+        texts = [
+            decode(requests[i * count].prompt_ids) if is_cut or not isinstance(one, str) else one
+            for i, one in enumerate(prompts if echo else ())
+        ]
         answers = [
             Answer(
                 request,

@@ -321,6 +321,7 @@ class ChatProtocol(OpenAiProtocol):
             max_new_tokens=given.max_completion_tokens
             or given.max_tokens
             or context.default_max_tokens,
+            most_name="max_completion_tokens" if given.max_completion_tokens else "max_tokens",
             logprobs=given.logprobs,
             top_logprobs=given.top_logprobs,
             prompt_name="the conversation",

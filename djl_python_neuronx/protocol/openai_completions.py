@@ -208,6 +208,7 @@ class CompletionProtocol(OpenAiProtocol):
             max_new_tokens=context.default_max_tokens or DEFAULT_MAX_TOKENS
             if given.max_tokens is None
             else given.max_tokens,
+            most_name="max_tokens",
             scores_prompt=given.logprobs if given.echo else None,
             logprobs=given.logprobs is not None or count > given.n,
             top_logprobs=given.logprobs or 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -51,13 +51,18 @@ MOST_SHOWN = 100
 MAX_IGNORED_LOGGED = 100
 """Unknown names that the log has: clients can make any number of them."""
 
-_DEFAULTS = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
-    "no_repeat_ngram_size",
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters that a model's generation_config.json sets, as in vLLM."""
+_SAME = (
+    ("max_tokens", "max_new_tokens", "max_completion_tokens", "max_gen_len", "max_length"),
+    ("stop", "stop_sequences"),
+    ("truncate_prompt_tokens", "truncate"),
+    ("top_logprobs", "top_n_tokens"),
+    ("ignore_eos", "ignore_eos_token"),
+    ("bad_words", "bad_sequences"),
 )
-"""Sampling parameters that a model's generation_config.json sets."""
+"""Names of different protocols for one thing."""
 
-_LARGEST = 2**31 - 1
 EXPECTED = "expected"
 """Type of a validator's error whose text is what was expected."""
 
@@ -214,9 +219,7 @@ class GenerationParameters(RequestModel):
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf
-    priority: Annotated[
-        int, Field(ge=-_LARGEST, le=_LARGEST, description="an integer of 32 bits")
-    ] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="an integer of 32 bits")] = 0
     user: Any = None
     safety_identifier: Any = None
     """Who sends it, OpenAI's fields: the second is the newer name. Without effect unless they share out the slots."""
@@ -245,14 +248,16 @@ class GenerationParameters(RequestModel):
     structural_tag: Union[dict[str, Any], str, None] = None
 
     def given_sampling(self) -> dict[str, Any]:
-        """The sampling parameters that the request has, by name; top_k -1 is off, as in vLLM.
+        """The sampling parameters that the request has, by name; top_k -1 is off, as in vLLM; a seed may be negative.
 
         `bad_words` are text: `request` adds them.
         """
         names = self.model_fields_set.intersection(SamplingParams.WIRE_NAMES) - {"bad_words"}
         values = {name: getattr(self, name) for name in names}
         if values.get("top_k") == -1:
-            del values["top_k"]
+            values["top_k"] = 0
+        if type(self.seed) is int and -(2**63) <= self.seed < 0:
+            values["seed"] = self.seed + 2**64
         if self.min_tokens:
             values["min_new_tokens"] = max(self.min_tokens, self.min_new_tokens)
         return values
@@ -294,6 +299,7 @@ class GenerationParameters(RequestModel):
             arrived_s=context.arrived_s,
             client_id=context.client_id,
             protocol=protocol,
+            least_name="min_tokens" if self.min_tokens > self.min_new_tokens else "min_new_tokens",
             **more,
         )
 
@@ -310,10 +316,17 @@ class GenerationParameters(RequestModel):
         """The client in a form that shows no key."""
         if context.options.fairness_key is None:
             return ""
-        name = self.safety_identifier or self.user
         if context.options.fairness_key == "api_key":
             # A server with keys has checked it, and put the key's digest there.
             name = context.headers.get("authorization", "").partition(" ")[2].strip()
+        else:
+            field = "user" if self.safety_identifier in (None, "") else "safety_identifier"
+            name = getattr(self, field)
+            if not isinstance(name, (str, type(None))):
+                msg = (
+                    f"{field} is {json_type(name)}; expected a string, by which clients take turns"
+                )
+                raise RequestError(msg, param=field)
         return hashlib.sha256(str(name).encode(errors="replace")).hexdigest()[:16]
 
 
@@ -345,9 +358,12 @@ def sampling_params(values: Mapping[str, Any], *, samples: bool = True) -> Sampl
 def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults that a model's generation_config.json has. A value that no request may have is left out.
 
-    Least lengths too, which may exceed a request's largest, and lists of tokens, which may not be the model's.
+    Its other sampling parameters too, as in vLLM.
     """
     found: dict[str, Any] = {}
+    for name in sorted(set(SamplingParams.WIRE_NAMES).difference(_DEFAULTS)):
+        if generation.get(name) not in (None, [], getattr(SamplingParams, name)):
+            logger.warning("generation_config_unused name=%s reason='requests alone set it'", name)
     for name in generation.keys() & set(_DEFAULTS):
         try:
             SamplingParams.from_mapping({name: generation[name]})
@@ -367,6 +383,12 @@ def log_ignored(name: str) -> None:
     if shown not in _ignored and len(_ignored) < MAX_IGNORED_LOGGED:
         _ignored.add(shown)
         logger.warning("parameter_ignored name=%s by=option.unknown_parameters", shown)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint at the known name for the same thing, or at a similar one; see `did_you_mean`."""
+    same = [other for names in _SAME if name in names for other in names if other in known]
+    return f"; did you mean {same[0]!r}?" if same else did_you_mean(name, known)
 
 
 def shown_name(name: str) -> str:
@@ -404,7 +426,7 @@ def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOp
         raise UnsupportedParameterError(msg, param=name)
     if kind == "extra_forbidden":
         known = sorted(model.model_fields if len(place) == 1 else ())
-        near = did_you_mean(name, known)
+        near = nearest(name, known)
         rest = (
             f"{' Known' if near else '; known'}: {', '.join(known)}" if known else "; leave it out"
         )

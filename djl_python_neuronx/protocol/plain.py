@@ -70,7 +70,15 @@ class PlainProtocol(WireProtocol):
             **({"temperature": 1.0} if context.has_logprobs else {}),
         )
         stream = "jsonlines" if body.stream else None
-        return parsed_request([body.prompt], given, context, PlainShape(), self.name, stream=stream)
+        return parsed_request(
+            [body.prompt],
+            given,
+            context,
+            PlainShape(),
+            self.name,
+            stream=stream,
+            most_name="max_tokens",
+        )
 
 
 class PlainShape(Shape):

@@ -17,7 +17,6 @@ from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import (
     RequestError,
     UnsupportedParameterError,
-    did_you_mean,
     json_type,
 )
 from djl_python_neuronx.protocol.answers import Answer, AnswerFormatter, Shape
@@ -32,6 +31,7 @@ from djl_python_neuronx.protocol.parameters import (
     Strings,
     Text,
     log_ignored,
+    nearest,
     sampling_params,
     shown_name,
     validated,
@@ -85,8 +85,7 @@ class Parameters(GenerationParameters):
         values = self.given_sampling()
         samples = self.do_sample
         if "do_sample" not in self.model_fields_set:
-            off = {"typical_p"} if self.typical_p == 1 else set()
-            samples = not values.keys() - off <= set(SamplingParams.GREEDY_NAMES)
+            samples = not values.keys() <= set(SamplingParams.GREEDY_NAMES)
         return sampling_params(values, samples=samples)
 
 
@@ -164,7 +163,7 @@ def _check_names(
         if options.unknown_parameters == "warn" and not known:
             log_ignored(name)
             continue
-        hint = did_you_mean(name, [*_FIELDS, *Parameters.model_fields])
+        hint = nearest(name, [*_FIELDS, *Parameters.model_fields])
         if name in Parameters.model_fields:
             hint = ' (it belongs in "parameters")'
         rest = f"{' Expected' if hint.endswith('?') else '; expected'} {', '.join(_FIELDS)}"
@@ -236,10 +235,11 @@ def parsed_request(
     *,
     stream: str | None = None,
     listed: bool = False,
+    most_name: str = "max_new_tokens",
 ) -> ParsedRequest:
     """The request of so many sequences for each prompt as `given` has.
 
-    `stream`: see `answers.FRAMES`; `listed`: the answer is a list.
+    `stream`: see `answers.FRAMES`; `listed`: the answer is a list; `most_name`: see `GenerationRequest`.
 
     Raises:
         RequestError: a parameter or a prompt is not allowed.
@@ -255,6 +255,7 @@ def parsed_request(
         protocol,
         sampling,
         max_new_tokens=given.max_new_tokens,
+        most_name=most_name,
         scores_prompt=0 if given.decoder_input_details and given.details else None,
         logprobs=keeps_tokens or (stream is not None and context.has_logprobs),
         top_logprobs=given.top_n_tokens if keeps_tokens or stream else 0,
@@ -266,6 +267,7 @@ def parsed_request(
         truncate=given.truncate,
         side=given.truncation_side,
         special=given.add_special_tokens,
+        count_name="n" if given.n == number else "best_of",
     )
     if stream:
         keeps_tokens = common.top_logprobs > 0

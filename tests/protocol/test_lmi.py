@@ -80,10 +80,13 @@ def test_defaults() -> None:
         ({"top_p": 0.5}, 1.0),
         ({"top_p": 0.5, "temperature": None}, 1.0),
         ({"repetition_penalty": 1.3}, 0),
-        ({"top_k": -1}, 0),
+        ({"top_k": -1}, 1.0),
+        ({"top_k": 0}, 1.0),
+        ({"top_p": 1.0}, 1.0),
+        ({"min_p": 0.0}, 1.0),
         ({"seed": 3}, 0),
         ({"typical_p": 0.9}, 1.0),
-        ({"typical_p": 1.0}, 0),
+        ({"typical_p": 1.0}, 1.0),
         ({"presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {"5": 1}}, 0),
         ({"min_new_tokens": 2, "no_repeat_ngram_size": 2, "bad_words": ["<5>"]}, 0),
     ],
@@ -98,6 +101,7 @@ def test_every_parameter_arrives() -> None:
         **SAMPLING,
         do_sample=True,
         max_new_tokens=3,
+        min_tokens=3,
         stop=["a"],
         stop_sequences=["b", "a"],
         stop_token_ids=[4, 5],
@@ -121,10 +125,10 @@ def test_every_parameter_arrives() -> None:
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
     same = {name for name, value in vars(request).items() if value == vars(default)[name]}
-    assert same == {"adapter", "client_id", "given_ids", "prompt_name", "seed"}, (
+    assert same == {"adapter", "client_id", "given_ids", "prompt_name", "most_name", "seed"}, (
         "give the others another value"
     )
-    assert vars(request.sampling) == SAMPLED
+    assert vars(request.sampling) == {**SAMPLED, "min_new_tokens": 3}
     assert request.max_new_tokens == 3
     assert request.stop_strings == ("a", "b")
     assert request.stop_token_ids == {4, 5}
@@ -181,6 +185,19 @@ def test_prompts_may_be_token_ids() -> None:
 def test_two_names_of_one_parameter(name: str) -> None:
     assert with_parameters(**{name: True}).request.ignore_eos
     assert not with_parameters(**{name: False}).request.ignore_eos
+
+
+def test_seeds_may_be_negative() -> None:
+    assert with_parameters(seed=-5).request.sampling.seed == 2**64 - 5
+
+
+@pytest.mark.parametrize("field", ["user", "safety_identifier"])
+def test_who_takes_turns_has_a_name(field: str) -> None:
+    for value in (5, {}, ["a"], False):
+        with_parameters(**{field: value})
+        with pytest.raises(RequestError, match=f"{field} is .*; expected a string") as caught:
+            with_parameters({"fairness_key": "user"}, **{field: value})
+        assert caught.value.param == field
 
 
 def test_the_time_of_a_request_begins_before_it_is_tokenised() -> None:
@@ -245,7 +262,7 @@ def test_an_empty_body_has_the_shape_of_its_path() -> None:
         ({"top_k": -3}, "top_k is -3"),
         ({"min_p": 2}, "min_p is 2"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"seed": -1}, "seed is -1"),
+        ({"seed": -(2**63) - 1}, "seed is -9"),
         ({"seed": 2**64}, "seed"),
         ({"max_new_tokens": 0}, "'max_new_tokens' is 0; expected an integer of at least 1"),
         ({"max_new_tokens": 1.5}, "max_new_tokens"),
@@ -269,7 +286,11 @@ def test_an_empty_body_has_the_shape_of_its_path() -> None:
         ({"n": True}, "'n' is true"),
         ({"n": 2}, "n and best_of above 1 need sampling"),
         ({"n": 3, "best_of": 2, "top_k": 5}, "best_of is 2; expected at least n, which is 3"),
-        ({"n": 129, "do_sample": True}, "has 129 sequences"),
+        ({"n": 129, "do_sample": True}, r"has 129 sequences \(prompts: 1, n: 129\)"),
+        ({"best_of": 129, "do_sample": True}, r"has 129 sequences \(prompts: 1, best_of: 129\)"),
+        ({"max_tokens": 9}, r"'max_tokens'; did you mean 'max_new_tokens'\?"),
+        ({"max_length": 9}, r"'max_length'; did you mean 'max_new_tokens'\?"),
+        ({"truncate_prompt_tokens": 9}, r"did you mean 'truncate'\?"),
         ({"best_of": 2, "top_k": 5, "stream": True}, "not answered by a stream"),
         ({"num_beams": 2}, "'num_beams' is not supported"),
         ({"top_n_tokens": 21}, "'top_n_tokens' is 21; expected an integer from 0 to 20"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,7 +153,7 @@ def test_too_many_sequences() -> None:
     context = ParseContext(tokenizer=TOKENIZER, request_id="r")
     common = GenerationRequest("r", ())
     assert len(context.requests(common, ["<5>"] * 2, count=MAX_SEQUENCES // 2)) == MAX_SEQUENCES
-    with pytest.raises(RequestError, match=r"150 sequences \(prompts: 3, answers of each: 50\)"):
+    with pytest.raises(RequestError, match=r"150 sequences \(prompts: 3, n: 50\)"):
         context.requests(common, ["<5>"] * 3, count=50)
     listing = dataclasses.replace(common, top_logprobs=20)
     assert len(context.requests(listing, ["<5>"], count=12)) == 12
@@ -227,9 +228,36 @@ def test_a_bad_word_has_the_tokens_of_its_two_places() -> None:
 @BOTH
 def test_parameters_with_two_meanings(body: Any) -> None:
     assert parse(body(stop=["a", "b"])).request.stop_strings == ("a", "b")
-    assert parse(body(seed=-1)).request.sampling.seed == 2**64 - 1
+    for seed in (-1, -(2**63)):
+        assert parse(body(seed=seed)).request.sampling.seed == seed + 2**64
+    for priority in (-(2**31), 2**31 - 1):
+        options = ServingOptions(model_name="toy", scheduling_policy="priority")
+        assert parse(body(priority=priority), options=options).request.priority == priority
     assert parse(body(temperature=0)).request.sampling == SamplingParams()
     assert parse(body(temperature=2, top_k=-1)).request.sampling == SamplingParams(temperature=2)
+
+
+def test_errors_of_lengths_have_the_names_that_were_sent() -> None:
+    least = {"inputs": "<5>", "parameters": {"min_tokens": 40}}  # more than the default
+    plain = {"prompt": "<5>", "max_tokens": 5, "min_tokens": 9}
+    bedrock = {"prompt": "<5>", "max_gen_len": 5, "min_tokens": 9}
+    for found, names in (
+        (parse(complete(max_tokens=5, min_tokens=9)), ("min_tokens is 9", "max_tokens is 5")),
+        (parse(chat(max_tokens=5, min_new_tokens=9)), ("min_new_tokens is 9", "max_tokens is 5")),
+        (
+            parse(chat(max_completion_tokens=5, min_tokens=9)),
+            ("min_tokens is 9", "max_completion_tokens is 5"),
+        ),
+        (parse(least, path="/invocations"), ("min_tokens is 40", "max_new_tokens is 30")),
+        (parse(plain, path="/generate"), ("min_tokens is 9", "max_tokens is 5")),
+        (
+            parse(bedrock, path="", options=ServingOptions(bedrock_compat=True)),
+            ("min_tokens is 9", "max_gen_len is 5"),
+        ),
+    ):
+        with pytest.raises(RequestError, match="^{}, {}; lower".format(*names)) as caught:
+            limits.check(found.request, TOY_SPEC)
+        assert caught.value.param == names[0].split()[0]
 
 
 @pytest.mark.parametrize(
@@ -418,16 +446,28 @@ def test_the_log_has_a_bounded_number_of_ignored_fields(
         ({"typical_p": 0}, "'typical_p' is 0; expected a number above 0, up to 1"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5; expected a number from -2 to 2"),
         ({"frequency_penalty": "1"}, "frequency_penalty is a string"),
-        ({"logit_bias": {"a": 1}}, "logit_bias has 1 values; expected an object of at most 1024"),
-        ({"logit_bias": {"5": None}}, "logit_bias has 1 values"),
+        ({"logit_bias": {"a": 1}}, r"logit_bias has 'a': 1; expected an object of"),
+        ({"logit_bias": {"5": None}}, "logit_bias has 5: null"),
+        ({"logit_bias": {"4": 1, "-1": 1}}, "logit_bias has '-1': 1; expected"),
+        ({"logit_bias": [5]}, "logit_bias has 5; expected an object"),
+        ({"allowed_token_ids": [7, -1]}, "allowed_token_ids has -1; expected a list of 1 to 1024"),
+        ({"bad_words_ids": [[7], [8, -1]]}, "bad_words_ids has a list with -1; expected a list of"),
+        ({"bad_words_ids": [[7], []]}, "bad_words_ids has a list of 0; expected a list of"),
+        ({"bad_words_ids": [["secret"]]}, "bad_words_ids has a list with a string; expected"),
+        ({"temperature": [1]}, "temperature has 1 values; expected a finite number"),
+        (
+            {"seed": -(2**63) - 1},
+            r"seed is -9.*; expected .* from -2\*\*63 to 2\*\*64 - 1",
+        ),
+        ({"priority": -(2**31) - 1}, "'priority' is -2147483649; expected an integer of 32 bits"),
         ({"logit_bias": 3}, "logit_bias is 3; expected an object"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 values"),
         ({"allowed_token_ids": []}, "allowed_token_ids has 0 values; expected a list of 1 to 1024"),
         ({"bad_words": [" "]}, "bad_words has a word without tokens"),
         ({"bad_words": ["x"] * 65}, "'bad_words' has 65 values; expected at most 64"),
         ({"bad_words": ["x" * 999, "y" * 26]}, "bad_words has 2 values; expected words of at most"),
-        ({"bad_words_ids": [5]}, "bad_words_ids has 1 values; expected a list of lists"),
-        ({"suppress_tokens": [5, "6"]}, "suppress_tokens has 2 values"),
+        ({"bad_words_ids": [5]}, "bad_words_ids has 5; expected a list of lists"),
+        ({"suppress_tokens": [5, "6"]}, "suppress_tokens has a string; expected"),
         ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size is 65; expected an integer from 0"),
         ({"min_tokens": -1}, "'min_tokens' is -1; expected an integer of at least 0"),
         ({"min_new_tokens": 2**31}, "min_new_tokens is 2147483648; expected an integer >= 0"),
@@ -519,6 +559,10 @@ def test_how_a_template_is_rendered() -> None:
         (chat(seed="x"), "seed", "an integer"),
         (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
         (chat(temprature=1), "temprature", "? Known: "),
+        (chat(max_new_tokens=5), "max_new_tokens", "did you mean 'max_tokens'?"),
+        (complete(max_length=5), "max_length", "did you mean 'max_tokens'?"),
+        (chat(stop_sequences=["a"]), "stop_sequences", "did you mean 'stop'?"),
+        (chat(truncate=5), "truncate", "did you mean 'truncate_prompt_tokens'?"),
         (chat(colour=1), "colour", "unknown parameter 'colour'; known: "),
         (chat(colour=1), "colour", "; or set option.unknown_parameters=warn"),
         (chat(stream_options={"include_usage": True}), "stream_options", "needs stream=true"),
@@ -541,7 +585,7 @@ def test_how_a_template_is_rendered() -> None:
         (complete([5, "<5>"]), "prompt", "other values than integers"),
         (complete([5, True]), "prompt", "other values than integers"),
         (complete(["<5>"] * 65, n=2), "n", "at most 128"),
-        (complete(best_of=129), "best_of", "at most 128"),
+        (complete(best_of=129), "best_of", "(prompts: 1, best_of: 129); expected at most 128"),
         (complete(["<5>"] * 129), "prompt", "at most 128"),
         (complete([5, 999]), "prompt", "the token id 999"),
         (complete(max_gen_len=5), "max_gen_len", "option.bedrock_compat=true"),
@@ -889,6 +933,27 @@ def test_echo(stream: bool) -> None:
         assert found.texts == [text + "<7>" for text in texts]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_truncated_prompt_is_repeated_as_it_was_read(stream: bool) -> None:
+    for side, prompt, kept in (
+        ("left", "<5><6><7>", ["<6>", "<7>"]),
+        ("right", "<5><6><7>", ["", "<5>"]),
+        ("left", [1, 5, 6, 7], ["<6>", "<7>"]),
+        ("right", [1, 5, 6, 7], ["", "<5>"]),
+    ):
+        cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        parsed = parse(complete(prompt, echo=True, logprobs=1, max_tokens=1, stream=stream, **cut))
+        content = answer(parsed, scored("r", *parsed.request.prompt_ids[1:]), deltas("r", 9))
+        found = events(content) if stream else [json.loads(content)]
+        choices = [choice for part in found for choice in part["choices"]]
+        listed = [one["logprobs"] for one in choices if one["logprobs"]]
+        texts = [*kept, "<9>"]
+        assert "".join(choice["text"] for choice in choices) == "".join(texts)
+        assert [text for one in listed for text in one["tokens"]][:3] == texts
+        offsets = [offset for one in listed for offset in one["text_offset"]][:3]
+        assert offsets == [len("".join(texts[:i])) for i in range(3)]
+
+
 def scored(request_id: str, *ids: int) -> list[Delta]:
     """Deltas with the scores of a prompt's tokens; the likeliest in each place are 9, which is the token too, and 5."""
     return [
@@ -1017,7 +1082,7 @@ def test_status_and_body_of_an_error(error: Any, status: int, type_: str, code: 
     assert answer_error(error, path="/invocations")[0] == error.status
 
 
-def test_the_defaults_of_the_models_author() -> None:
+def test_the_defaults_of_the_models_author(caplog: pytest.LogCaptureFixture) -> None:
     generation = {
         "temperature": 0.6,
         "top_k": 20,
@@ -1025,20 +1090,28 @@ def test_the_defaults_of_the_models_author() -> None:
         "do_sample": False,
         "seed": 3,
         "min_p": None,
+        "typical_p": 0.5,
         "repetition_penalty": "high",
         "max_new_tokens": 40,
         "eos_token_id": 2,
         "no_repeat_ngram_size": 3,
         "min_new_tokens": 7,
         "min_length": 9,
+        "frequency_penalty": 0,
+        "begin_suppress_tokens": [],
         "suppress_tokens": [5],
         "bad_words_ids": [[6]],
         "logit_bias": {"5": 1},
     }
     defaults = default_parameters(generation)
-    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "no_repeat_ngram_size": 3}
+    sampling: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     assert defaults == {**sampling, "max_new_tokens": 40}
-    assert default_parameters({"typical_p": 0.5}) == {"typical_p": 0.5}
+    others = ["min_length", "min_new_tokens", "no_repeat_ngram_size", "seed", "typical_p"]
+    others += ["bad_words_ids", "logit_bias", "suppress_tokens"]
+    logged = re.findall(r"generation_config_unused name=(\w+)", caplog.text)
+    assert sorted(logged) == sorted(others)
+    more = {"min_p": 0.2, "repetition_penalty": 1.5}
+    assert default_parameters(more) == more
 
     def request(body: Mapping[str, Any]) -> GenerationRequest:
         def with_defaults(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1050,7 +1123,7 @@ def test_the_defaults_of_the_models_author() -> None:
         assert request(body()).sampling == SamplingParams(**sampling)
         assert request(body()).max_new_tokens == 40
         given = request(body(temperature=1, top_k=-1, max_tokens=50))
-        assert given.sampling == SamplingParams(temperature=1, top_p=0.9, no_repeat_ngram_size=3)
+        assert given.sampling == SamplingParams(temperature=1, top_p=0.9)
         assert given.max_new_tokens == 50
 
 

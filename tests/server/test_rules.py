@@ -183,9 +183,13 @@ def test_rules_that_exclude_every_token_end_their_request_alone(url: str, stream
         good = pool.submit(post)
         bad = pool.submit(post, **rules).result()
         assert good.result().json()["choices"][0]["text"] == alone
-    says = "no token may follow, the request's rules exclude each one; loosen them"
+    says = (
+        "the request's rules exclude each one (allowed_token_ids and no_repeat_ngram_size); loosen"
+    )
     if not stream:
-        assert (bad.status_code, bad.json()["error"]["message"]) == (400, says)
+        error = bad.json()["error"]
+        assert (bad.status_code, error["param"]) == (400, "allowed_token_ids")
+        assert says in error["message"]
         return
     assert says in bad.text
     assert {int(one) for one in re.findall(r"<(\d+)>", bad.text)} == {70, 71, 72}
