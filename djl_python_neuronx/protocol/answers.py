@@ -167,6 +167,12 @@ class AnswerFormatter:
         self.content_type, self._prefix, self._suffix = FRAMES[stream]
         self._shape, self._streams, self._listed = shape, stream is not None, listed
         shape.groups = groups
+        scores: list[Token] = []
+        for one in [one for group in groups for one in group]:
+            if one.request.scores_prompt is None:
+                one.prompt = scores  # those of the first sequence of its prompt, if it has some
+            else:
+                scores = one.prompt
         self._answers = {one.request.request_id: (one, group) for group in groups for one in group}
         self._bodies = dict.fromkeys([group[0] for group in groups], b"")
 

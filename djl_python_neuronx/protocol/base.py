@@ -50,6 +50,8 @@ MAX_SEQUENCES = 128
 """Most sequences of one request: one client must not fill the queue with one body."""
 MAX_LISTED = 256
 """Most tokens that an answer lists for a step, in all of its sequences: it keeps them until its end, 200 bytes each."""
+MAX_SCORED = 2**19
+"""Most tokens that the scores of a request's prompts list: an answer keeps them until its end, 550 bytes each."""
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """Client ids that are used as they are: those that fit into a header and a log line."""
 _REQUEST_IDS = itertools.count(1)
@@ -221,6 +223,7 @@ class ParseContext:
         side: str = "left",
         special: bool = True,
         count_name: str = "n",
+        scores_once: bool = True,
     ) -> list[GenerationRequest]:
         """`count` requests for each prompt, text or token ids, otherwise as `common`; the first one has its id.
 
@@ -228,10 +231,11 @@ class ParseContext:
 
         `truncate`: so many tokens of a prompt are kept, as in TGI and vLLM; -1: as many as the deployment takes. A
         prompt that is truncated on the `side` "left" keeps its end, without its BOS. `special`: see `Tokenizer.encode`.
+        `scores_once`: the first request of a prompt scores it for the others, unless only scores could serve these.
 
         Raises:
             RequestError: there are more than `MAX_SEQUENCES` requests, they list more than `MAX_LISTED` tokens for a
-                step, or a list has other values than integers.
+                step or `MAX_SCORED` for the prompts, or a list has other values than integers.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
         number = len(prompts) * count
@@ -267,10 +271,27 @@ class ParseContext:
             if truncate is not None:
                 prompt_ids = _kept(prompt_ids, truncate, side)
             one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
-            for sampling in samplings:
+            fits = len(prompt_ids) <= self.longest_prompt
+            once = scores_once and common.max_new_tokens != 0 and fits
+            scores = [common.scores_prompt, *[None if once else common.scores_prompt] * (count - 1)]
+            for sampling, scored in zip(samplings, scores, strict=True):
                 request_id = f"{common.request_id}.{len(found)}" if found else common.request_id
-                found.append(replace(one, request_id=request_id, sampling=sampling))
+                found.append(
+                    replace(one, request_id=request_id, sampling=sampling, scores_prompt=scored)
+                )
+        _check_scores(found)
         return found
+
+
+def _check_scores(requests: Sequence[GenerationRequest]) -> None:
+    scored = [one for one in requests if one.scores_prompt is not None]
+    listed = sum([len(one.prompt_ids) * (1 + (one.scores_prompt or 0)) for one in scored])
+    if listed > MAX_SCORED:
+        msg = (
+            f"the scores of {len(scored)} prompts list {listed} tokens (each one of a prompt, and the most likely in "
+            f"its place); expected at most {MAX_SCORED}. Send fewer or shorter prompts, or ask for fewer likely tokens"
+        )
+        raise RequestError(msg, PROMPT)
 
 
 _Kept = TypeVar("_Kept", str, list[Any])

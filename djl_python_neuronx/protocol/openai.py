@@ -416,6 +416,7 @@ class OpenAiProtocol(WireProtocol):
             side=given.truncation_side,
             special=given.add_special_tokens,
             count_name="n" if count == given.n else "best_of",
+            scores_once=not given.stream,
         )
         stream = _stream(context) if given.stream else None
         shape = self.shape(

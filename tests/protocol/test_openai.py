@@ -16,6 +16,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine import limits
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream, Token
 from djl_python_neuronx.errors import (
+    PROMPT,
     DeviceMemoryError,
     FormatterError,
     PromptTooLongError,
@@ -28,7 +29,12 @@ from djl_python_neuronx.errors import (
     UnsupportedParameterError,
 )
 from djl_python_neuronx.protocol import answer_error, parameters, parse_body
-from djl_python_neuronx.protocol.base import MAX_SEQUENCES, ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.base import (
+    MAX_SCORED,
+    MAX_SEQUENCES,
+    ParseContext,
+    ParsedRequest,
+)
 from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
@@ -1019,6 +1025,38 @@ def test_the_scores_of_prompts_in_vllms_shape() -> None:
         assert [choice["prompt_logprobs"] for choice in whole["choices"]] == [wanted, [None]]
         assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
     assert "prompt_logprobs" not in json.loads(answer(parse(chat()), deltas("r", 7)))
+
+
+def test_one_sequence_of_a_prompt_scores_it_for_all() -> None:
+    """Unless the others could not be served without scores, or their stream begins before these are known."""
+    both, room = [[1, 5, 9], [1, 6]], {"longest_prompt": 3}
+    parsed = parse(complete(both, n=2, prompt_logprobs=1, max_tokens=1), **room)
+    assert [one.scores_prompt for one in parsed.requests] == [1, None, 1, None]
+    names = [one.request_id for one in parsed.requests]
+    scores = [*scored(names[0], 5, 9), *scored(names[2], 6)]
+    whole = json.loads(answer(parsed, scores, *[deltas(one, 7) for one in reversed(names)]))
+    found = [[*map(len, choice["prompt_logprobs"][1:])] for choice in whole["choices"]]
+    assert found == [[2, 1], [2, 1], [2], [2]]
+    assert whole["choices"][1]["prompt_logprobs"] == whole["choices"][0]["prompt_logprobs"]
+    for more, longest in (
+        ({"max_tokens": 0}, 3),
+        ({"max_tokens": 1}, 2),
+        ({"max_tokens": 1, "stream": True}, 3),
+    ):
+        asked = complete([1, 5, 9], n=2, echo=True, logprobs=1, **more)
+        requests = parse(asked, longest_prompt=longest).requests
+        assert [one.scores_prompt for one in requests] == [1, 1], more
+
+
+def test_the_scores_of_a_request_have_a_bound() -> None:
+    prompt = [1] + [5] * (MAX_SCORED // 21 - 1)
+    room = {"longest_prompt": len(prompt) + 1}
+    asked = {"prompt_logprobs": 20, "max_tokens": 1}
+    assert len(parse(complete(prompt, n=12, **asked), **room).requests) == 12
+    for prompts in ([*prompt, 5], [prompt, [1, 5]]):
+        with pytest.raises(RequestError, match=r"scores of \d prompts list 524") as caught:
+            parse(complete(prompts, **asked), **room)
+        assert caught.value.param == PROMPT
 
 
 @pytest.mark.parametrize("token_id", [-1, 300, 2**32, 2**64 - 1])
