@@ -213,6 +213,8 @@ class Scheduler:
         self._place = place
         self._clock = clock
         self._decodes_owed = 0
+        self._scored = False
+        """The last prefill went on with a prompt that is scored: the next one is of those that wait."""
         self._entered: list[Sequence] = []
         """Sequences with a slot whose prompt is not complete in the cache yet, by arrival."""
 
@@ -222,13 +224,16 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next device call; empty if there is nothing to do. `advance` must follow once it has run."""
-        if self._entered and not (self.running and self._decodes_owed):  # a prompt that is scored
-            self._decodes_owed = self._decode_interleave
-            return Batch([Chunk(one, one.score_columns) for one in self._entered], [], [])
-        if self.waiting and self.slots.num_free and not (self.running and self._holds_back()):
-            self._decodes_owed = self._decode_interleave
+        enters = self.waiting and self.slots.num_free and not (self.running and self._holds_back())
+        owed = self.running and self._decodes_owed
+        if self._entered and not owed and not (enters and self._scored):  # a prompt that is scored
+            self._decodes_owed, self._scored = self._decode_interleave, True
+            oldest = self._entered[0]
+            return Batch([Chunk(oldest, oldest.score_columns)], [], [])
+        if enters:
+            self._decodes_owed, self._scored = self._decode_interleave, False
             entering = self._admit()
-            self._entered = entering.copy()
+            self._entered += entering
             chunks = [Chunk(one, one.score_columns or len(one.prefill_ids)) for one in entering]
             return Batch(chunks, [], entering)
         self._decodes_owed = max(0, self._decodes_owed - 1)

@@ -65,6 +65,30 @@ def names(batch: Batch) -> list[str]:
     return [s.request_id for s in batch.sequences]
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_prompts_enter_between_the_chunks_of_one_that_is_scored(running: bool) -> None:
+    spec = replace(TOY_SPEC, eos_ids=frozenset(), score_columns=4)
+
+    def scored(name: str, count: int) -> Sequence:
+        return Sequence(GenerationRequest(name, [1] * count, scores_prompt=0), spec)
+
+    scheduler, ran = Scheduler(spec), list[str]()
+    if running:
+        scheduler.add(sequence("r", 3))
+        run(scheduler)
+    scheduler.add(scored("a", 18))
+    for name, one in {"b": sequence("b", 3), "c": scored("c", 9)}.items():
+        scheduler.add(one)
+        assert one.request_id == name
+    while scheduler.waiting or scheduler._entered:
+        batch = scheduler.schedule()
+        assert len(batch.chunks) <= 1
+        scheduler.advance(batch)
+        ran += names(batch) if batch.chunks else []
+    # Then nothing waits. A prompt that is scored has its slot until its end.
+    assert ran == ["a", "a", "b", "a", "c", "a", "a", "c", "c"]
+
+
 def test_free_slots_ascend_and_none_is_held_twice() -> None:
     pool = SlotPool(3)
     pool.take(0)

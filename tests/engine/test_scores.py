@@ -143,7 +143,7 @@ def test_a_prompt_is_scored_in_chunks_between_the_decodes_of_others() -> None:
     run(engine)
     kinds = [(step.kind, step.starts, step.lens) for step in backend.steps[1:]]
     prefills = [(starts, lens) for kind, starts, lens in kinds if kind == "prefill"]
-    assert prefills == [((0,), (3,)), ((3,), (3,)), ((6,), (2,)), ((0,), (2,))]
+    assert prefills == [((0,), (3,)), ((3,), (3,)), ((0,), (2,)), ((6,), (2,))]
     assert [kind for kind, _, _ in kinds[:8]] == ["decode", "prefill"] * 4
 
 
