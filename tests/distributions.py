@@ -51,7 +51,8 @@ def hugging_face(
     if params.no_repeat_ngram_size:
         masks.append(made.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
     if params.bad_words_ids:
-        masks.append(made.NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
+        words = [[*word] for word in params.bad_words_ids]
+        masks.append(made.NoBadWordsLogitsProcessor(words, EOS))
     if params.min_length:
         masks.append(made.MinLengthLogitsProcessor(params.min_length, EOS))
     if params.min_new_tokens:

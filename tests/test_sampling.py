@@ -82,6 +82,8 @@ def excluded(
         found.add(EOS)
     for words, before in ((params.bad_words_ids, ids), (params.bad_words, [*output])):
         for *others, last in words:
+            if words is params.bad_words_ids and [*others, last] == [EOS]:
+                continue
             if before[len(before) - len(others) :] == others:
                 found.add(last)
     for i in range(len(ids) - size + 1 if size else 0):
@@ -306,7 +308,18 @@ EXCLUDING: list[dict[str, Any]] = [
     {"allowed_token_ids": tuple(range(0, 150, 3))},
     {"suppress_tokens": (6, 31), "begin_suppress_tokens": (30, 5)},
     {"bad_words": ((9,), (17, 7), (21, 17, 31), (21, 9, 30), (4, 30, 21, 17, 5))},
-    {"bad_words_ids": ((9,), (17, 8), (21, 17, 31), (21, 9, 30), (4, 30, 21, 17, 5))},
+    {"bad_words": ((EOS,),)},
+    {
+        "bad_words_ids": (
+            (9,),
+            (EOS,),
+            (17, EOS),
+            (17, 8),
+            (21, 17, 31),
+            (21, 9, 30),
+            (4, 30, 21, 17, 5),
+        )
+    },
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 2},
     {"no_repeat_ngram_size": 3, "min_new_tokens": 3},

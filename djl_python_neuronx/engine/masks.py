@@ -150,7 +150,9 @@ def constraints_of(
     ):
         if ids and until > 0:
             found.append(Excluded(bits_of([*ids], vocab_size), until))
-    for words, before_ids in ((params.bad_words, ()), (params.bad_words_ids, prompt_ids)):
+    # As in transformers, where the parameter comes from: it cannot keep a text from its end.
+    bad_ids = [word for word in params.bad_words_ids if len(word) > 1 or word[0] not in end_ids]
+    for words, before_ids in ((params.bad_words, ()), (bad_ids, prompt_ids)):
         single = [word[0] for word in words if len(word) == 1]
         if single:
             found.append(Excluded(bits_of(single, vocab_size)))
