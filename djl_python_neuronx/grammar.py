@@ -242,6 +242,12 @@ def _ebnf(value: str, _whitespace: str | None) -> str:
 
 def _structural_tag(value: Any, whitespace: str | None) -> str:  # noqa: ANN401
     found = json.loads(value) if isinstance(value, str) else value
+    parts = [(found, ("type", "structures", "triggers"))]
+    parts += [(one, ("begin", "schema", "end")) for one in found.get("structures", ())]
+    for part, known in parts:
+        for name in part.keys() - {*known}:
+            msg = f"has {name[:100]!r}; expected {', '.join(known)}"
+            raise UnsupportedParameterError(msg)
     tag = _library().StructTag
     tags = [
         tag(

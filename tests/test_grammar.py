@@ -169,7 +169,7 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "no tags": (
         "structural_tag",
         {"type": "structural_tag", "format": {}},
-        "KeyError: 'structures'",
+        "has 'format'; expected type, structures",
     ),
     "no trigger": (
         "structural_tag",

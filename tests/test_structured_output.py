@@ -136,7 +136,7 @@ OPENAI_SCHEMA = {"name": "a", "description": "d", "strict": True, "schema": SCHE
 FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"response_format": {"type": "json_schema", "json_schema": OPENAI_SCHEMA}}, "json", SCHEMA),
     ({"response_format": {"type": "json_object"}}, "json_object", True),
-    ({"response_format": {"type": "json_object", "schema": None}}, "json_object", True),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "json_object", True),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
     ({"grammar": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
     ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+"),
@@ -222,6 +222,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         )
     ),
     ({"response_format": {**TAG, "banana": 1}}, "response_format.banana", "has 'banana'"),
+    ({"structural_tag": {**TAG, "banana": 1}}, "structural_tag", "has 'banana'; expected type"),
+    (
+        {"structural_tag": {**TAG, "structures": [{**TAG["structures"][0], "banana": 1}]}},
+        "structural_tag",
+        "has 'banana'; expected begin, schema, end",
+    ),
     (
         {"response_format": {"type": "json_object", "json_schema": OPENAI_SCHEMA}},
         "response_format.json_schema",

@@ -275,8 +275,13 @@ class GenerationParameters(RequestModel):
             UnsupportedParameterError: the stop strings are too many.
             RequestError: one of `bad_words` has no tokens, or see `grammar_of`.
         """
-        if self.bad_words:
-            words = [ids for word in self.bad_words for ids in _spellings(word, context.tokenizer)]
+        words = [
+            ids
+            for name in ("bad_words", "bad_sequences")
+            for word in getattr(self, name, [])
+            for ids in _spellings(word, context.tokenizer, name)
+        ]
+        if words:
             sampling = replace(sampling, bad_words=tuple(words))
         if len(self.stop) > MAX_STOP_STRINGS:
             msg = f"{len(self.stop)} stop strings; expected at most {MAX_STOP_STRINGS}"
@@ -330,7 +335,7 @@ class GenerationParameters(RequestModel):
         return hashlib.sha256(str(name).encode(errors="replace")).hexdigest()[:16]
 
 
-def _spellings(word: str, tokenizer: Tokenizer) -> list[Ids]:
+def _spellings(word: str, tokenizer: Tokenizer, name: str) -> list[Ids]:
     """The tokens of a word at the beginning of a text, and within one if the space before it makes another first token.
 
     Source: vllm 002032ee, vllm/sampling_params.py, update_from_tokenizer.
@@ -338,8 +343,8 @@ def _spellings(word: str, tokenizer: Tokenizer) -> list[Ids]:
     word = word.lstrip()
     first, other = (tuple(tokenizer.encode(space + word, special=False)) for space in ("", " "))
     if not first:
-        msg = "bad_words has a word without tokens; expected words of the model"
-        raise RequestError(msg, param="bad_words")
+        msg = f"{name} has a word without tokens; expected words of the model"
+        raise RequestError(msg, param=name)
     return [first, other] if len(other) == len(first) and other[0] != first[0] else [first]
 
 

@@ -122,7 +122,7 @@ def _typed(field: str, value: Mapping[str, Any]) -> Iterator[Asked]:
         described = {}
     schema = described.get("schema")
     json_object: Asked = (field, "json_object", True, None)
-    if "schema" in value:  # as llama.cpp's server has it
+    if value.get("schema", {}) != {}:  # as llama.cpp's server has it
         json_object = (f"{field}.schema", "json", value["schema"], None)
     types: dict[str, tuple[tuple[str, ...], Asked | None]] = {
         "text": ((), None),

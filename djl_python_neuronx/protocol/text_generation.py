@@ -247,7 +247,6 @@ def parsed_request(
     sampling, number = given.sampling, given.num_sequences
     _check_number(given, sampling, stream, shape)
     given.stop = given.stop + given.stop_sequences
-    given.bad_words = given.bad_words + given.bad_sequences
     given.ignore_eos = given.ignore_eos or given.ignore_eos_token
     keeps_tokens = given.details or (number > 1 and shape.ranks)
     common = given.request(

@@ -288,6 +288,7 @@ def test_an_empty_body_has_the_shape_of_its_path() -> None:
         ({"n": 3, "best_of": 2, "top_k": 5}, "best_of is 2; expected at least n, which is 3"),
         ({"n": 129, "do_sample": True}, r"has 129 sequences \(prompts: 1, n: 129\)"),
         ({"best_of": 129, "do_sample": True}, r"has 129 sequences \(prompts: 1, best_of: 129\)"),
+        ({"bad_sequences": [" "], "bad_words": ["a"]}, "^bad_sequences has a word without tokens"),
         ({"max_tokens": 9}, r"'max_tokens'; did you mean 'max_new_tokens'\?"),
         ({"max_length": 9}, r"'max_length'; did you mean 'max_new_tokens'\?"),
         ({"truncate_prompt_tokens": 9}, r"did you mean 'truncate'\?"),
