@@ -30,12 +30,16 @@ class Prefixes:
     def find(self, prompt_ids: Sequence[int], owner: Owner) -> Int32Array:
         """Return int32[slots]: the first tokens of a prompt that each slot holds, at most all but the last."""
         found = np.zeros(len(self._owners), np.int32)
-        slots = [slot for slot, one in enumerate(self._owners) if one == owner]
+        if len(prompt_ids) <= LEAST_PREFIX:
+            return found
+        # Most slots differ in the first tokens already.
+        alike = (self._tokens[:, :LEAST_PREFIX] == prompt_ids[:LEAST_PREFIX]).all(axis=1)
+        slots = [slot for slot in alike.nonzero()[0].tolist() if self._owners[slot] == owner]
         if slots:
             wanted = np.append(np.asarray(prompt_ids[:-1], np.int32), _END - 1)
             wanted = wanted[: self._tokens.shape[1]]
-            found[slots] = (self._tokens[slots, : len(wanted)] != wanted).argmax(axis=1)
-            found[found < LEAST_PREFIX] = 0
+            for slot in slots:
+                found[slot] = (self._tokens[slot, : len(wanted)] != wanted).argmax()
         return found
 
     def choose(self, free: Sequence[int], prompt_ids: Sequence[int], owner: Owner) -> int:
@@ -63,14 +67,17 @@ class Prefixes:
 
     def note(self, rows: Rows) -> None:
         """Record the tokens that a step has written; those behind them have no meaning any more."""
-        ends = rows.starts + rows.lens
         if rows.input_ids.shape[1] == 1:
-            self._tokens[rows.slots, rows.starts] = rows.input_ids[:, 0]
-        else:
-            for slot, start, end, ids in zip(
-                rows.slots, rows.starts, ends, rows.input_ids, strict=True
-            ):
-                self._tokens[slot, start:end] = ids[: end - start]
+            # In each decode: of a flat array this is several times cheaper.
+            places = rows.slots * self._tokens.shape[1] + rows.starts
+            self._tokens.put(places, rows.input_ids)
+            self._tokens.put(places + 1, _END)
+            return
+        ends = rows.starts + rows.lens
+        for slot, start, end, ids in zip(
+            rows.slots, rows.starts, ends, rows.input_ids, strict=True
+        ):
+            self._tokens[slot, start:end] = ids[: end - start]
         self._tokens[rows.slots, ends] = _END
 
     def cut(self, slots: Int32Array, lens: Int32Array | int) -> None:
