@@ -31,14 +31,17 @@ _ESCAPES = 'nrbtf\\"'
 """JSON's escapes without its \\u: else a key that is written another way evades the schema of its property."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that have no other escape. Of a text that has one the library leaves it out in silence."""
+_WRITTEN = re.compile(
+    r"\\(?:x[01]|x7[Ff]|u00[01]|u007[Ff]|[xu]\{|[acv0-7]|p(?:C|\{(?:Cc?|Control|Other)\}))|\[:(?:\^|cntrl)"
+    r"|[\x00-\x07\x0b\x0e-\x1f\x7f]"
+)
+"""Control characters in a regex, and classes of them by name."""
 _PATTERN = re.compile(
-    r"(?P<negated>\[\^(?:-+|\]|))(?P<rest>(?:\\.|[^\]\\])*\])"
-    r"|(?P<ranges>\[(?:\\.|[^\]\\])*-(?:\\.|[^\]\\])*\])"
-    r"|(?P<control>\\(?:x[01]|x7[Ff]|u00[01]|u007[Ff]|[xu]\{|[acv0-7])|[\x00-\x07\x0b\x0e-\x1f\x7f])"
-    r"|\\.",
+    r"\[(?P<negated>\^(?:-+|\]|))?(?P<rest>(?:\\.|[^][\\])*\])?"
+    rf"|(?P<control>{_WRITTEN.pattern})|\\P(?P<name>\w|\{{[^}}]*\}})|\\.",
     re.DOTALL,
 )
-"""A regex's negated classes, those with ranges, and the control characters beside them."""
+"""A regex's classes, and the control characters beside them."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose object has names of the client's, not keywords."""
 _VALUES = frozenset({"const", "enum", "default", "example", "examples"})
@@ -203,11 +206,14 @@ def _pattern(regex: str) -> str:
     """
 
     def read(found: re.Match[str]) -> str:
-        if found["control"]:
+        negated, rest, name = found["negated"], found["rest"] or "", found["name"]
+        if negated is not None:
+            return rf"[{negated}\x00{rest}"
+        if found["control"] or ("-" not in rest and _WRITTEN.search(found[0])):
             _refuse_control("pattern")
-        if found["negated"]:
-            return found["negated"] + r"\x00" + found["rest"]
-        return re.sub(r"\\(x00|u0000)-", r"\\x01-", found[0]) if found["ranges"] else found[0]
+        if name:
+            return rf"[^\p{name}\x00]"
+        return re.sub(r"\\(x00|u0000)-", r"\\x01-", found[0]) if rest else found[0]
 
     return _PATTERN.sub(read, regex)
 

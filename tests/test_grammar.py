@@ -148,6 +148,13 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
         {"patternProperties": {"^\x02": {}}},
         "pattern has a control character",
     ),
+    "a class by name": ("json", {"pattern": r"[\p{Cc}a]"}, "pattern has a control character"),
+    "a class by its other name": (
+        "json",
+        {"pattern": "[[:cntrl:]]"},
+        "pattern has a control character",
+    ),
+    "a class of one": ("json", {"pattern": r"[\x01]"}, "pattern has a control character"),
     "least keys below a property named default": (
         "json",
         {"properties": {"default": {"minProperties": 2}}},
@@ -270,7 +277,7 @@ CLASSES = [
         r"[\u0000-\u001f ]",
         r"[\x00-\x7f]*",
     ),
-    *(r"[^\[]\[?", r"\\[^\\]", r"[a-z-]*", r"\S+", r"\W", ".", r"(?:[^\"]|\\\")*"),
+    *(r"[^\[]\[?", r"\\[^\\]", r"[a-z-]*", r"\S+", r"\W", r"\P{P}", ".", r"(?:[^\"]|\\\")*"),
 ]
 
 
@@ -278,7 +285,7 @@ def test_a_pattern_accepts_the_strings_that_it_matches_alone() -> None:
     """As a value's pattern and as a key's; Python's regexes are the oracle."""
     wrong = []
     for regex in CLASSES:
-        one = re.compile(regex, re.ASCII)
+        one = re.compile(regex.replace(r"\P{P}", r"[^][\\\"-]"), re.ASCII)
         value = written("json", {"type": "string", "pattern": f"^{regex}$"})
         key = {"patternProperties": {f"^{regex}$": {"const": 1}}, "additionalProperties": False}
         keys = written("json", {"type": "object", **key})
