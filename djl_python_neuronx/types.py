@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -64,11 +64,17 @@ class EngineRequest:
     """The grammar that the text fulfils, in the form of `Tokenizer.grammar`. It ends where the grammar does."""
     client_id: str = ""
     """The client's own id, for its response and for logs."""
+    least_name: str = "min_new_tokens"
+    """The client's name of that parameter, for errors."""
 
     @property
     def group(self) -> str:
         """The id of what the client sent: further sequences of an answer add a dot and their number."""
         return self.request_id.partition(".")[0]
+
+    def sent_names(self, parameters: Iterable[str]) -> list[str]:
+        """The client's names of sampling parameters."""
+        return [self.least_name if name == "min_new_tokens" else name for name in parameters]
 
     @property
     def label(self) -> str:
@@ -98,9 +104,8 @@ class GenerationRequest(EngineRequest):
     """A label for logs and metrics."""
     prompt_name: str = "the prompt"
     """The prompt's name in errors, which tells those of a list apart."""
-    least_name: str = "min_new_tokens"
     most_name: str = "max_new_tokens"
-    """The client's names of the bounds of the length, for errors."""
+    """The client's name of the most new tokens, for errors."""
 
 
 class Scored(NamedTuple):

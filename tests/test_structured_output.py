@@ -381,6 +381,7 @@ def test_what_else_a_request_has_keeps_its_meaning_beside_a_grammar() -> None:
             ],
         )
         several = generate(service, [{**one, "n": 3}])
+        ((_, _, error),) = generate(service, [{**one, "min_tokens": 20}])
     finally:
         service.close()
     assert stopped == (whole[: whole.index(whole[3])], FinishReason.STOP, None)
@@ -388,6 +389,8 @@ def test_what_else_a_request_has_keeps_its_meaning_beside_a_grammar() -> None:
     assert whole.startswith(limited[0])
     assert longest[1] is FinishReason.EOS
     assert re.fullmatch("[ab]{9}", longest[0])
+    assert re.search(r"exclude each one \(min_tokens and the grammar\)", str(error))
+    assert vars(error)["param"] == "min_tokens"
     assert several[0][0] == whole
     assert all(fulfils(schema)(text) for text, *_ in several)
     assert len(set(several)) > 1

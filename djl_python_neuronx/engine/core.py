@@ -77,7 +77,7 @@ def _missing(token_id: int, sequence: Sequence, error: BaseException | None) -> 
     if token_id == NONE_ALLOWED and error is not None:
         return _failed_rules(error)
     if token_id == NONE_ALLOWED:
-        rules = sequence.sampling.excluding()
+        rules = sequence.request.sent_names(sequence.sampling.excluding())
         names = " and ".join([*rules, *["the grammar"] * (sequence.request.grammar is not None)])
         message = (
             f"no token may follow, the request's rules exclude each one ({names}); loosen them"

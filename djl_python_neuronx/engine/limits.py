@@ -175,7 +175,7 @@ def with_defaults(
 def _host_reason(request: EngineRequest, spec: ModelSpec) -> str | None:
     """The reason that a sampling device cannot choose the tokens of a request, with the fix; None if it can."""
     sampling = request.sampling
-    refused = sampling.unsupported_on_device()
+    refused = request.sent_names(sampling.unsupported_on_device())
     if request.logprobs or request.top_logprobs or request.scores_prompt is not None:
         refused.append(
             "log-probabilities (details, logprobs, top_logprobs, top_n_tokens, prompt_logprobs)"

@@ -75,7 +75,7 @@ SAMPLING = SamplingParams(
 REQUESTED = EngineRequest(
     "a", [5, 6], SAMPLING, 9, frozenset({3, 4}), ignore_eos=True, logprobs=True, top_logprobs=2,
     scores_prompt=3, adapter=1, seed=3, given_ids=[7, 8], priority=-3, client="c", cache_salt="b",
-    grammar="start: /a/", client_id="theirs",
+    grammar="start: /a/", client_id="theirs", least_name="min_tokens",
 )  # fmt: skip
 
 
