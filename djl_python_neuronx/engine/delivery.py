@@ -91,10 +91,10 @@ class Delivery:
                 sent.append(stream)
             elif stream.deaths > 1:
                 twice.append(stream)
-            elif stream.resume():
-                notify(self._observer.resumed, stream)
-            elif not stream.output_ids:
-                stream.begun.discard(stream.request.request_id)
+            else:
+                stream.resume()
+                if not stream.output_ids:
+                    stream.begun.discard(stream.request.request_id)
         self.fail(sent, BackendUnavailableError(f"{error}. Send the request again"))
         message = f"the engine crashed twice while running this request; not retried: {error}"
         self.fail(twice, ServingError(message))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -157,7 +158,8 @@ class EngineLoop:
         self._host: Host | None = None
         self.spec: ModelSpec
         """Facts of the loaded model."""
-        self.streams = StreamRegistry(settings.max_waiting, lock)
+        resumed = partial(notify, observer.resumed)
+        self.streams = StreamRegistry(settings.max_waiting, lock, resumed)
         self._delivery = Delivery(
             self.streams,
             observer,

@@ -344,8 +344,7 @@ class Replicas:
             for stream in group:
                 stream.text.use(heir._tokenizer())
         for stream in group if other is not None else ():
-            if stream.resume():
-                notify(self._observer.resumed, stream)
+            stream.resume()
         return other
 
     def _give_up(self, error: ServingError) -> None:

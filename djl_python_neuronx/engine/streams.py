@@ -201,6 +201,8 @@ class Stream:
         self.text = TextStream(request, tokenizer)
         self.output_ids: list[int] = []
         """The tokens so far."""
+        self.num_sent = 0
+        """Those of them that the last engine got with it."""
         self._seed = secrets.randbits(63)
         self.encode()
         self.submitted_s = time.monotonic()
@@ -231,13 +233,11 @@ class Stream:
             priority=priority,
         )
 
-    def resume(self) -> bool:
-        """Make it ready for another engine. Returns True if it has tokens that `message` lacked."""
+    def resume(self) -> None:
+        """Make it ready for another engine."""
         self.running = False
-        if len(self.output_ids) == self.num_given:
-            return False
-        self.encode()
-        return True
+        if len(self.output_ids) > self.num_given:
+            self.encode()
 
     def refusal(self, spec: ModelSpec) -> ServingError | None:
         """The reason that a model cannot go on with it, or None."""
@@ -266,7 +266,7 @@ class Observer(Protocol):
         """The engine of a copy has ended, by a signal, a status or an error."""
 
     def resumed(self, stream: Stream) -> None:
-        """Another engine is to go on with a request, behind the tokens so far."""
+        """Another engine has got a request, to go on behind the tokens so far."""
 
     def given_up(self, stream: Stream) -> None:
         """A request was aborted; it gets no last delta."""
@@ -278,13 +278,19 @@ class Observer(Protocol):
 class StreamRegistry:
     """Open requests of one copy: those that its engine has, or that wait for it. Thread-safe."""
 
-    def __init__(self, max_waiting: int, lock: threading.Condition) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        lock: threading.Condition,
+        on_resumed: Callable[[Stream], None] = lambda _: None,
+    ) -> None:
+        """`on_resumed` is called with each stream that another engine goes on with, once that has got it."""
         self.closed: ServingError | None = None
         """The error for which no request is accepted any more; None while there is or will be an engine."""
         self.num_slots = 0
         """Slots of the engine, once one has been loaded."""
         self.pace = Pace()
-        self._max_waiting = max_waiting
+        self._max_waiting, self._on_resumed = max_waiting, on_resumed
         self.link: Link | None = None
         """To the engine; None while none is ready."""
         self.lock = lock
@@ -403,3 +409,6 @@ class StreamRegistry:
         if self.link is not None:
             for stream in streams:
                 self.link.send_encoded(stream.message)
+                if stream.num_given > stream.num_sent:
+                    stream.num_sent = stream.num_given
+                    self._on_resumed(stream)

@@ -221,6 +221,23 @@ def test_a_text_that_is_held_back_is_shown_after_the_death() -> None:
         assert text(collect(inbox, "a")["a"]) == shown([7, 8, 5])
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_resume_is_counted_when_an_engine_has_got_the_request(restarts: int) -> None:
+    with in_parts(restarts=restarts) as (loop, hosts, _):
+        inbox = BlockingQueue()
+        loop.submit(request("a", [5, 6]), inbox)
+        hosts[0].engine.send("entering", ["a"])
+        hosts[0].step(TokenOutput("a", (7,)))
+        wait_until(lambda: loop.streams[0].output_ids == [7])
+        die(hosts[0])
+        if restarts:
+            wait_until(lambda: len(hosts) == 2)
+            assert hosts[1].receive("add")["given_ids"] == [7]
+            hosts[1].step(TokenOutput("a", (5,), FinishReason.LENGTH), running=0)
+        assert (collect(inbox, "a")["a"][-1].error is None) == bool(restarts)
+        assert loop._observer.seen.count("resumed a 1") == restarts
+
+
 def retire(copies: Rig, i: int, heir: Rig | None = None) -> None:
     copies.hosts[i][-1].ended.set()
     copies.loop.retire(i, None if heir is None else heir.loop)
