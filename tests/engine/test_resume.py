@@ -235,7 +235,8 @@ def test_a_resume_is_counted_when_an_engine_has_got_the_request(restarts: int) -
             assert hosts[1].receive("add")["given_ids"] == [7]
             hosts[1].step(TokenOutput("a", (5,), FinishReason.LENGTH), running=0)
         assert (collect(inbox, "a")["a"][-1].error is None) == bool(restarts)
-        assert loop._observer.seen.count("resumed a 1") == restarts
+        recorder: Any = loop._observer
+        assert recorder.seen.count("resumed a 1") == restarts
 
 
 def retire(copies: Rig, i: int, heir: Rig | None = None) -> None:
