@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -21,6 +23,7 @@ from djl_python_neuronx.engine.speculation import NgramProposer  # noqa: E402
 from djl_python_neuronx.engine.streams import BlockingQueue  # noqa: E402
 from djl_python_neuronx.errors import RequestError, ServingError, UnsupportedParameterError  # noqa: E402
 from djl_python_neuronx.grammar import checked  # noqa: E402
+from djl_python_neuronx.protocol import base as protocol  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from djl_python_neuronx.types import FinishReason  # noqa: E402
 from tests.doubles.byte_tokenizer import ByteTokenizer  # noqa: E402
@@ -355,6 +358,31 @@ def test_a_token_that_the_library_cannot_have_harms_no_other_request(
             service.close()
     panicked = ("", UnsupportedParameterError, True)
     assert found == [("a", type(None), False) if longest == 1024 else panicked] * 4
+
+
+@pytest.mark.parametrize(("n", "inline"), [(1, True), (8, False)])
+def test_a_long_grammar_is_encoded_for_each_sequence_beside_the_event_loop(
+    n: int, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, threads = serve(), list[threading.Thread]()
+    prepare = service.loop.prepare
+
+    def noted(*requests: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prepare(*requests)
+
+    monkeypatch.setattr(service.loop, "prepare", noted)
+    parameters = {"n": n, "do_sample": True, "guided_choice": ["a" * 1000]}
+
+    async def ask() -> None:
+        parsed = service.parse(json.dumps({"inputs": "1", "parameters": parameters}).encode())
+        (await protocol.generate(service, parsed)).close()
+
+    try:
+        asyncio.run(ask())
+    finally:
+        service.close()
+    assert [one is threading.current_thread() for one in threads] == [inline]
 
 
 def test_what_else_a_request_has_keeps_its_meaning_beside_a_grammar() -> None:

@@ -34,8 +34,9 @@ from djl_python_neuronx.types import RENDERING, GenerationRequest, Rendering, To
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-INLINE_PROMPT_TOKENS = 4096
-"""Prompts up to this size, all of a request together, are checked and encoded in the event loop: 0.3 ms at most."""
+MOST_INLINE = 4096
+"""Tokens of prompts and characters of grammars, all of a request together, up to which they are checked and encoded in
+the event loop: 0.3 ms at most."""
 UNNAMED = frozenset({"dummy", "tgi"})
 """Model names that huggingface_hub's client sends when its user gave a URL: it has no other way to leave it out. The
 one in JavaScript sends the URL."""
@@ -462,12 +463,12 @@ async def parse(
 
 
 async def generate(service: Serving, parsed: ParsedRequest) -> Generation:
-    """Submit a parsed request in a running event loop; long prompts are checked and encoded on a thread.
+    """Submit a parsed request in a running event loop; long prompts and grammars are checked and encoded on a thread.
 
     Raises:
         ServingError: the request was rejected.
     """
     work = partial(service.loop.prepare, *parsed.requests)
-    num_tokens = sum(len(one.prompt_ids) for one in parsed.requests)
-    group = work() if num_tokens <= INLINE_PROMPT_TOKENS else await asyncio.to_thread(work)
+    size = sum(len(one.prompt_ids) + len(one.grammar or "") for one in parsed.requests)
+    group = work() if size <= MOST_INLINE else await asyncio.to_thread(work)
     return service.loop.generate(group)
