@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -158,8 +157,9 @@ class EngineLoop:
         self._host: Host | None = None
         self.spec: ModelSpec
         """Facts of the loaded model."""
-        resumed = partial(notify, observer.resumed)
-        self.streams = StreamRegistry(settings.max_waiting, lock, resumed)
+        self.streams = StreamRegistry(
+            settings.max_waiting, lock, lambda stream: notify(observer.resumed, stream)
+        )
         self._delivery = Delivery(
             self.streams,
             observer,
