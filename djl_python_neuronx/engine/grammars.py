@@ -88,8 +88,13 @@ class Grammar:
         """Up to `most` tokens of the text that alone may follow what `narrow` has read, in one of its divisions."""
         if self._forcing is None:
             return []
-        text = self._forcing.deep_copy().compute_ff_bytes().decode(errors="ignore")
-        ids: list[int] = self._tables.greedy_tokenize(text)[:most]
+        try:
+            text = self._forcing.deep_copy().compute_ff_bytes().decode(errors="ignore")
+            ids: list[int] = self._tables.greedy_tokenize(text)[:most]
+        except BaseException:  # (a border: a panic of the library must not cost a step)
+            logger.exception("no_forced_text")
+            self._forcing = None
+            return []
         return ids
 
 

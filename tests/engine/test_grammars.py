@@ -165,6 +165,24 @@ def test_masks_that_take_long_end_their_text(monkeypatch: pytest.MonkeyPatch) ->
                 grammar.narrow(np.zeros(8, np.uint32), [ord("a")] * (given + wanted))
 
 
+def test_a_panic_where_text_is_forced_costs_no_step() -> None:
+    class Panic(BaseException):
+        pass
+
+    def fails() -> None:
+        raise Panic
+
+    spec = replace(SPEC, vocab_size=256, num_speculative_tokens=3)
+    grammars = Grammars([chr(i) for i in range(256)], [], spec)
+    one = Grammar(grammars, asked("choice", ["abc"]))
+    one.narrow(np.zeros(8, np.uint32), [])
+    assert one.forced(2) == [ord("a"), ord("b")]
+    one._forcing = SimpleNamespace(deep_copy=fails)
+    assert one.forced(2) == []
+    one.narrow(np.zeros(8, np.uint32), [ord("a")])
+    assert one.forced(2) == []
+
+
 def test_a_grammar_that_explodes_ends_before_it_costs_its_neighbours_a_step() -> None:
     """At once in the front, or, behind a text that hides it there, at the first mask that takes long."""
     exploding = 's\ns: s s s | s s | "a"'
