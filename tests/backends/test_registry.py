@@ -127,7 +127,8 @@ def test_a_plan_crosses_to_another_process_as_it_is() -> None:
     )
     plan = backends.LoadPlan(
         Path("/ä b"), 2, 64, (16, 32), (32, 64), "bfloat16", "presharded", 4, 8, True, "main", 3,
-        StepTimes(prefill={64: 1.5}, decode={64: 2.0}), frozenset({1, 2}), 3, True, "global_top_k", True, arguments,
+        StepTimes(prefill={64: 1.5}, decode={64: 2.0}), frozenset({1, 2}), 3, True, True, "global_top_k", True,
+        arguments,
     )  # fmt: skip
     plans = TypeAdapter(backends.LoadPlan)
     default = backends.LoadPlan(Path(), 1, 1, (1,))

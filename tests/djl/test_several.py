@@ -58,7 +58,7 @@ def test_every_worker_of_every_model_gives_right_answers(java, made_up):
 
 
 @pytest.mark.parametrize("name", ["workers", "copies"])
-def test_a_killed_engine_costs_its_own_requests_alone(java, name, made_up):
+def test_a_killed_engine_costs_no_request(java, name, made_up):
     (other,) = java.folders.keys() - {name}
     workers = set(java.workers())
     before = engines_of(java, name)
@@ -70,10 +70,8 @@ def test_a_killed_engine_costs_its_own_requests_alone(java, name, made_up):
     (text,) = {generated(answer) for answer in others}
     ends = [json.loads(victim.wait().content.splitlines()[-1]) for victim in victims]
     assert not any(victim.errors for victim in victims)
-    # What the killed one was answering: the others wait, or are answered by the other one.
-    lost = [end for end in ends if end.get("code") == 503]
-    assert 1 <= len(lost) <= SLOTS
-    assert {end["generated_text"] for end in ends if end not in lost} == {text}
+    # Other engines go on with what the killed one was answering.
+    assert {end["generated_text"] for end in ends} == {text}
     ask(java, name, made_up, 16)
     wait_until(lambda: len(engines_of(java, name)) == 2, java.tail)
     assert before[1] in engines_of(java, name)
