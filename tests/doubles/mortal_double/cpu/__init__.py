@@ -51,13 +51,15 @@ class Mortal(ToyBackend):
 
     def run(self, step):
         steps_left = FOLDER / "steps_left"
-        if not steps_left.exists():
+        try:
+            left = int(steps_left.read_text() or "1")  # it is being written
+            if self.last_step is None:
+                self.last_step = self.num_steps + left
+            if self.last_step == self.num_steps:
+                steps_left.unlink()  # by one alone of several copies
+                os.kill(os.getpid(), signal.SIGKILL)
+        except FileNotFoundError:
             self.last_step = None
-        elif self.last_step is None:
-            self.last_step = self.num_steps + int(steps_left.read_text())
-        if self.last_step == self.num_steps:
-            steps_left.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
         if step.prefill is not None:
             ids = step.prefill.input_ids[0].tolist()
             with (FOLDER / "prefilled").open("a") as log:
