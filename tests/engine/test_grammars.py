@@ -149,9 +149,9 @@ def test_masks_that_take_long_end_their_text(monkeypatch: pytest.MonkeyPatch) ->
     grammars = Grammars([chr(i) for i in range(256)], [], spec)
     cases: list[tuple[str, list[float], int, int | None]] = [
         ("usual", [0.0019] * 300, 0, None),
-        ("slow", [0.0031] * 300, 0, 45),
-        ("slow after quick ones", [0.0] * 200 + [0.0031] * 300, 0, 245),
-        ("one", [0.001] * 100 + [0.06], 0, 100),
+        ("slow", [0.0031] * 300, 0, 90),
+        ("slow after quick ones", [0.0] * 200 + [0.0031] * 300, 0, 290),
+        ("one", [0.001] * 100 + [0.11], 0, 100),
         ("some", ([0.03] + [0.0] * 20) * 10, 0, None),
         ("of a resumed request", [0.5, 0.001], 300, None),
     ]
