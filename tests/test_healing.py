@@ -269,7 +269,9 @@ def test_without_resumption_streams_end_with_an_error_event_and_whole_answers_wi
     assert "SIGKILL" in last["error"]
     assert (whole.result().status, error(whole.result())["code"]) == (503, 503)
     for prompt, reply in zip("cd", waiting, strict=True):
-        assert ids(reply.result()) == right(prompt) or error(reply.result())["code"] == 503
+        # One that had a token by then ends too.
+        answer = reply.result()
+        assert answer.status == 503 or ids(answer) == right(prompt)
 
 
 def answers(server):
