@@ -21,8 +21,9 @@ const parameters = { max_new_tokens: asked.max_tokens };
 const whole = await client.textGeneration({ inputs: asked.prompt, parameters });
 const endpoint = await client.endpoint(url).textGeneration({ inputs: asked.prompt, parameters });
 let parts = "";
-// Of an endpoint the stream is that of completions, whatever its type says.
-for await (const part of client.textGenerationStream({ inputs: asked.prompt, parameters })) {
+// Of an endpoint the stream is that of completions, whatever its type says: without a temperature it is sampled.
+const greedy = { ...parameters, temperature: 0 };
+for await (const part of client.textGenerationStream({ inputs: asked.prompt, parameters: greedy })) {
   parts += part.choices[0].text;
 }
 console.log(
