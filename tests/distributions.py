@@ -15,9 +15,29 @@ from djl_python_neuronx.sampling import SamplingParams
 Float64Array = npt.NDArray[np.float64]
 ALPHA = 0.001
 """Chance that right draws fail a whole table of them. Seeds are fixed, so a verdict is the same in every run."""
-
-
 EOS = 2
+EXCLUDING: list[dict[str, Any]] = [
+    {"allowed_token_ids": tuple(range(0, 150, 3))},
+    {"suppress_tokens": (6, 31), "begin_suppress_tokens": (30, 5)},
+    {"bad_words": ((9,), (17, 7), (21, 17, 31), (21, 9, 30), (4, 30, 21, 17, 5))},
+    {"bad_words": ((EOS,),)},
+    {
+        "bad_words_ids": (
+            (9,),
+            (EOS,),
+            (17, EOS),
+            (17, 8),
+            (21, 17, 31),
+            (21, 9, 30),
+            (4, 30, 21, 17, 5),
+        )
+    },
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 3, "min_new_tokens": 3},
+    {"min_length": 34},
+]
+"""Parameters whose rules exclude tokens."""
 
 
 def hugging_face(

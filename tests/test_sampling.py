@@ -18,7 +18,7 @@ from djl_python_neuronx.engine.masks import constraints_of
 from djl_python_neuronx.engine.sampler import Sampler, cumulated, locate, logprobs, most_likely
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.sampling import MAX_LISTED, SamplingParams
-from tests.distributions import EOS, assert_followed, hugging_face
+from tests.distributions import EOS, EXCLUDING, assert_followed, hugging_face
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -303,27 +303,6 @@ RULES = [
     SamplingParams(temperature=1.0, top_k=60, presence_penalty=0.5, frequency_penalty=-0.6),
     SamplingParams(temperature=1.5, logit_bias=((3, 5.0), (17, -100.0)), repetition_penalty=1.3),
     SamplingParams(temperature=1.5, top_k=9, logit_bias=((3, 9), (30, 8.5)), frequency_penalty=2),
-]
-EXCLUDING: list[dict[str, Any]] = [
-    {"allowed_token_ids": tuple(range(0, 150, 3))},
-    {"suppress_tokens": (6, 31), "begin_suppress_tokens": (30, 5)},
-    {"bad_words": ((9,), (17, 7), (21, 17, 31), (21, 9, 30), (4, 30, 21, 17, 5))},
-    {"bad_words": ((EOS,),)},
-    {
-        "bad_words_ids": (
-            (9,),
-            (EOS,),
-            (17, EOS),
-            (17, 8),
-            (21, 17, 31),
-            (21, 9, 30),
-            (4, 30, 21, 17, 5),
-        )
-    },
-    {"no_repeat_ngram_size": 1},
-    {"no_repeat_ngram_size": 2},
-    {"no_repeat_ngram_size": 3, "min_new_tokens": 3},
-    {"min_length": 34},
 ]
 MASKS = [
     SamplingParams(temperature=1.5, top_k=top_k, **fields)

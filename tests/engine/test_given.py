@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.limits import check, sampled_on_host
-from djl_python_neuronx.engine.masks import constraints_of
-from djl_python_neuronx.engine.sampler import Sampler
-from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
+from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
-from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected, toy_logits
+from tests.doubles.toy_backend import ToyBackend, expected
+from tests.engine.modes import DEVICE_ADDS, LENGTH, MODES, SPEC, Mode, alone
 from tests.engine.steps import LateResults, assert_clean, come_and_go, request, run, tokens
-from tests.engine.test_speculation import Guesser, draft_toy
 
-LENGTH = 14
-DEVICE_ADDS = 7
 PARAMETERS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, seed=11),
@@ -41,44 +34,10 @@ PARAMETERS = (
         begin_suppress_tokens=(15,),
     ),
 )
-SPEC = replace(TOY_SPEC, prefill_buckets=(4, 8), eos_ids=frozenset())
-VERIFIES = replace(SPEC, num_speculative_tokens=3, outputs=Want.LOGITS | Want.ALL_LOGITS)
-
-
-@dataclass(frozen=True)
-class Case:
-    spec: ModelSpec
-    proposer: Callable[[], Proposer | None] = lambda: None
-
-
 CASES = {
-    "one prompt a call": Case(SPEC),
-    "two prompts a call": Case(replace(SPEC, max_prefill_batch=2)),
-    "static batches": Case(replace(SPEC, max_prefill_batch=4, joins="reprefill")),
-    "chunks": Case(replace(SPEC, mixed_steps=True)),
-    "guesses": Case(VERIFIES, lambda: Guesser(1)),
-    "prompt lookup": Case(VERIFIES, lambda: NgramProposer(VERIFIES, 3)),
-    "a draft model": Case(VERIFIES, lambda: DraftModel(draft_toy(prefill_buckets=(8, 16)))),
-    "the device samples": Case(replace(SPEC, outputs=Want.TOKENS, largest_top_k=64)),
-    "both sample": Case(replace(SPEC, outputs=Want.TOKENS | Want.LOGITS, largest_top_k=64)),
+    **MODES,
+    "the device samples": Mode(replace(SPEC, outputs=Want.TOKENS, largest_top_k=64)),
 }
-
-
-def alone(one: GenerationRequest, spec: ModelSpec) -> list[int]:
-    """The tokens of a request in a plain loop: the logits of all tokens so far, and the next one drawn from them."""
-    on_device = Want.TOKENS in spec.outputs and not sampled_on_host(one, spec)
-    sampler = Sampler(1, spec.vocab_size)
-    constraints = constraints_of(one.sampling, one.prompt_ids, (), spec.vocab_size)
-    sampler.assign(0, one.sampling, one.prompt_ids, one.sampling.seed or 0, (), constraints)
-    ids = [*one.prompt_ids]
-    for position in range(len(ids), len(ids) + LENGTH):
-        logits = toy_logits(np.array(ids), spec.vocab_size)
-        if on_device:
-            ids.append((int(logits.argmax()) + DEVICE_ADDS) % spec.vocab_size)
-        else:
-            slots, positions = np.zeros(1, np.int32), np.array([position], np.int32)
-            ids += sampler.sample(logits[None], slots, positions).tolist()
-    return ids[len(one.prompt_ids) :]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,8 +11,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +26,7 @@ from djl_python_neuronx.engine.link import (
     decode_step,
     encode_request,
 )
-from djl_python_neuronx.engine.loop import EngineLoop, LoopSettings, end_engine
+from djl_python_neuronx.engine.loop import EngineLoop, end_engine
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import WorkerSettings, _Worker, work
@@ -44,13 +42,13 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.types import FinishReason, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
-from tests.doubles.toy_tokenizer import TOKENIZER
 from tests.engine.loops import (
     LONG,
     Parts,
     Recorder,
     ThreadLoop,
     collect,
+    in_parts,
     request,
     running,
     shown,
@@ -616,33 +614,6 @@ def test_an_event_loop_that_is_gone_gives_its_requests_up() -> None:
         asyncio.run(start(loop))
         wait_until(lambda: len(loop.streams) == 0 and loop.engine.num_running == 0)
         assert backend.num_steps < ENDLESS
-
-
-@contextmanager
-def in_parts(
-    restarts: int = 1, **settings: Any
-) -> Iterator[tuple[Replicas, list[Parts], list[str]]]:
-    log: list[str] = []
-    hosts: list[Parts] = []
-
-    def launch() -> Parts:
-        hosts.append(Parts(log))
-        return hosts[-1]
-
-    loop = Replicas(
-        [launch],
-        lambda: TOKENIZER,
-        observer=Recorder(),
-        settings=LoopSettings(restarts=restarts, **settings),
-    )
-    loop.start_all()
-    try:
-        yield loop, hosts, log
-    finally:
-        for host in hosts:
-            host.ended.set()
-            host.engine.close()
-        loop.close()
 
 
 def test_a_request_that_has_sent_no_token_is_run_again_once() -> None:

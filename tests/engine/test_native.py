@@ -26,7 +26,7 @@ from djl_python_neuronx.engine import native
 from djl_python_neuronx.engine.masks import UInt32Array
 from djl_python_neuronx.engine.sampler import Float32Array, Int32Array, Sampler
 from djl_python_neuronx.sampling import SamplingParams
-from tests.test_sampling import EXCLUDING
+from tests.distributions import EXCLUDING
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = (np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e-45, -0.0)

@@ -28,88 +28,12 @@ from djl_python_neuronx.errors import (
     QueueFullError,
     RequestError,
     RequestTimeoutError,
-    ServingError,
 )
 from djl_python_neuronx.types import FinishReason, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_tokenizer import TOKENIZER
-from tests.engine.loops import LONG, Parts, Recorder, collect, request, shown, text
+from tests.engine.loops import LONG, Parts, Recorder, Rig, collect, request, rig, shown, text
 from tests.processes import PATIENCE_S, wait_until
-
-
-class Rig:
-    """Copies whose engines are in the hands of the test."""
-
-    def __init__(self, num_copies: int, **settings: Any) -> None:
-        self.recorder = Recorder()
-        self.deaths: list[ServingError] = []
-        self.hosts: list[list[Parts]] = [[] for _ in range(num_copies)]
-        """The engines of each copy, in the order of their starts."""
-        self.loop = Replicas(
-            [self._launch(i) for i in range(num_copies)],
-            lambda: TOKENIZER,
-            observer=self.recorder,
-            cores=[str(i) for i in range(num_copies)],
-            settings=LoopSettings(**settings),
-            on_death=self.deaths.append,
-        )
-
-    def _launch(self, i: int) -> Callable[[], Parts]:
-        def launch() -> Parts:
-            self.hosts[i].append(Parts([]))
-            return self.hosts[i][-1]
-
-        return launch
-
-    def submit(self, *names: str, **fields: Any) -> BlockingQueue:
-        """Submit requests that are answered together."""
-        inbox = BlockingQueue()
-        group = [request(name, [5, 6], **fields) for name in names]
-        self.loop.submit_all(self.loop.prepare(*group), inbox)
-        return inbox
-
-    def place(self, *names: str, **fields: Any) -> int:
-        """Submit requests that are answered together; returns the copy that has them all."""
-        self.submit(*names, **fields)
-        return self.where(*names)
-
-    def where(self, *names: str) -> int:
-        """The copy whose engine, the last one started, has got these requests next."""
-        (i,) = {i for name in names for i in self.owners(name)}
-        for name in names:
-            assert self.hosts[i][-1].receive("add")["request_id"] == name
-        return i
-
-    def owners(self, name: str) -> list[int]:
-        return [i for i, loop in enumerate(self.loop._loops) if loop.streams.get(name)]
-
-    def begin(self, i: int, *names: str) -> None:
-        """The engine of a copy begins requests."""
-        self.hosts[i][-1].engine.send("entering", [*names])
-        streams = [self.loop._loops[i].streams.get(name) for name in names]
-        wait_until(lambda: all(s and s.request.request_id in s.begun for s in streams))
-
-    def kill(self, i: int) -> None:
-        self.hosts[i][-1].ended.set()
-        self.hosts[i][-1].engine.close()
-
-    def finish(self, i: int, name: str) -> None:
-        self.hosts[i][-1].step(TokenOutput(name, (8,), FinishReason.LENGTH), running=0)
-
-
-@contextmanager
-def rig(num_copies: int = 2, **settings: Any) -> Iterator[Rig]:
-    made = Rig(num_copies, **settings)
-    made.loop.start_all()
-    try:
-        yield made
-    finally:
-        Parts.loads = True
-        for host in (one for hosts in made.hosts for one in hosts):
-            host.ended.set()
-        made.loop.close()
-        for host in (one for hosts in made.hosts for one in hosts):
-            host.engine.close()
 
 
 @pytest.fixture

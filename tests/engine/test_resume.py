@@ -24,9 +24,7 @@ from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
-from tests.engine.loops import Parts, Recorder, collect, request, shown, text
-from tests.engine.test_loop import in_parts
-from tests.engine.test_replicas import Rig, rig
+from tests.engine.loops import Parts, Recorder, Rig, collect, in_parts, request, rig, shown, text
 from tests.processes import PATIENCE_S, wait_until
 
 LENGTH = 12

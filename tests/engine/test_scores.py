@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from djl_python_neuronx.backends.base import ModelSpec, Want
+from djl_python_neuronx.backends.base import Want
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.detokenizer import TextStream, Token
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
+from djl_python_neuronx.engine.speculation import NgramProposer
 from djl_python_neuronx.errors import (
     PromptTooLongError,
     RequestError,
@@ -23,8 +23,9 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest, Scored, TokenOutput
-from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, toy_logits
+from tests.doubles.toy_backend import ToyBackend, toy_logits
 from tests.doubles.toy_tokenizer import TOKENIZER
+from tests.engine.modes import DEVICE_ADDS, LENGTH, MODES, SPEC, VERIFIES, Mode, alone
 from tests.engine.steps import (
     LateResults,
     across_the_border,
@@ -34,32 +35,13 @@ from tests.engine.steps import (
     run,
     tokens,
 )
-from tests.engine.test_given import DEVICE_ADDS, LENGTH, alone
-from tests.engine.test_speculation import Guesser, draft_toy
 
-SPEC = replace(TOY_SPEC, prefill_buckets=(4, 8), eos_ids=frozenset())
 ALL = Want.LOGITS | Want.ALL_LOGITS
-VERIFIES = replace(SPEC, num_speculative_tokens=3, outputs=ALL)
-
-
-@dataclass(frozen=True)
-class Case:
-    spec: ModelSpec
-    proposer: Callable[[], Proposer | None] = lambda: None
-
-
 CASES = {
-    "one prompt a call": Case(SPEC),
-    "two prompts a call": Case(replace(SPEC, max_prefill_batch=2)),
-    "static batches": Case(replace(SPEC, max_prefill_batch=4, joins="reprefill")),
-    "chunks": Case(replace(SPEC, mixed_steps=True)),
-    "guesses": Case(VERIFIES, lambda: Guesser(1)),
-    "prompt lookup": Case(VERIFIES, lambda: NgramProposer(VERIFIES, 3)),
-    "a draft model": Case(VERIFIES, lambda: DraftModel(draft_toy(prefill_buckets=(8, 16)))),
-    "both sample": Case(replace(SPEC, outputs=Want.TOKENS | Want.LOGITS, largest_top_k=64)),
-    "prefills": Case(replace(SPEC, outputs=ALL, score_columns=3, max_prefill_batch=2)),
-    "prefills of one token": Case(replace(SPEC, outputs=ALL, score_columns=1)),
-    "prefills and lookup": Case(
+    **MODES,
+    "prefills": Mode(replace(SPEC, outputs=ALL, score_columns=3, max_prefill_batch=2)),
+    "prefills of one token": Mode(replace(SPEC, outputs=ALL, score_columns=1)),
+    "prefills and lookup": Mode(
         replace(VERIFIES, score_columns=8), lambda: NgramProposer(VERIFIES, 3)
     ),
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import Step, StepOutput, Want
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, Runner
+from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
@@ -24,6 +23,7 @@ from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.effort import examples
+from tests.engine.modes import Guesser, draft_toy
 from tests.engine.steps import across_the_border, assert_clean, request, run, tokens
 
 NUM_DRAFTS = 3
@@ -44,31 +44,6 @@ PARAMETERS = (
 )
 
 
-class Guesser:
-    """Proposes some right tokens and some wrong ones, and any number of them."""
-
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-
-    runner: Runner | None = None
-
-    def propose(
-        self, sequences: Sequence[Running], counts: Sequence[int], sampler: Sampler
-    ) -> list[list[int]]:
-        return [self._guess(one, count) for one, count in zip(sequences, counts, strict=True)]
-
-    def _guess(self, sequence: Running, count: int) -> list[int]:
-        right = expected(sequence.tokens_from(0), max(count, 0))
-        guesses = [t if self._draw.random() < 0.7 else self._draw.randrange(300) for t in right]
-        return guesses[: self._draw.randint(0, len(guesses))]
-
-    def release(self, slot: int) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 class Unsure(ToyBackend):
     """A toy that ranks its tokens otherwise in a third of its steps."""
 
@@ -77,10 +52,6 @@ class Unsure(ToyBackend):
         if output.logits is not None and output.ids is None and self.num_steps % 3 == 0:
             return StepOutput(np.roll(output.logits, 1, axis=-1))
         return output
-
-
-def draft_toy(kind: type[ToyBackend] = ToyBackend, **facts: object) -> ToyBackend:
-    return kind(replace(TOY_SPEC, max_prefill_batch=2, **facts), rewinds=True)  # type: ignore[arg-type]
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {

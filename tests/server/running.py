@@ -16,12 +16,13 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
+from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.server.process import Server  # noqa: E402
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected  # noqa: E402
 from tests.doubles.toy_service import toy_service  # noqa: E402
-from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
+from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer  # noqa: E402
 from tests.processes import PATIENCE_S, wait_until  # noqa: E402
 
 CROSSING_S = 0.02
@@ -85,6 +86,23 @@ def serving(
         backend.resume.set()
         running.close()
         application.models[0].service.close()
+
+
+@contextmanager
+def serving_tiny(folder: Path, **facts: Any) -> Iterator[Running]:
+    """A server of a tiny model on the CPU, with four slots. `facts`: more fields of its `LoadPlan`."""
+    from tests.doubles.tiny_models import MAX_POSITIONS, VOCAB_SIZE  # needs torch
+
+    plan = backends.LoadPlan(folder, 4, MAX_POSITIONS, (8, 16, 40), num_threads=1, **facts)
+    application = Application(Model("tiny"))
+    application.models[0].service = toy_service(
+        backends.get("cpu").load(plan), tokenizer=ToyTokenizer(VOCAB_SIZE)
+    )
+    running = Running(application)
+    try:
+        yield running
+    finally:
+        running.close()
 
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"

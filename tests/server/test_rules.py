@@ -16,20 +16,13 @@ pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transf
 
 import torch
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.server.app import Application
-from djl_python_neuronx.server.models import Model
 from tests.distributions import hugging_face, p_value
 from tests.doubles.tiny_models import (
-    MAX_POSITIONS,
-    VOCAB_SIZE,
     load_reference,
     save_tiny_model,
 )
-from tests.doubles.toy_service import toy_service
-from tests.doubles.toy_tokenizer import ToyTokenizer
-from tests.server.running import Running, http
+from tests.server.running import http, serving_tiny
 
 PROMPT = [1, 5, 6, 7, 5, 6]
 
@@ -43,14 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    plan = backends.LoadPlan(model, 4, MAX_POSITIONS, (8, 16, 40), num_threads=1)
-    application = Application(Model("tiny"))
-    application.models[0].service = toy_service(
-        backends.get("cpu").load(plan), tokenizer=ToyTokenizer(VOCAB_SIZE)
-    )
-    running = Running(application)
-    yield running.url
-    running.close()
+    with serving_tiny(model) as running:
+        yield running.url
 
 
 def spelled(ids: list[int]) -> str:

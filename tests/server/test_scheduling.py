@@ -14,16 +14,14 @@ pytest.importorskip("uvicorn", reason="needs the `server` extra")
 pytest.importorskip("torch", reason="the cpu backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.keys import read_keys
 from djl_python_neuronx.server.models import Model
-from tests.doubles.tiny_models import MAX_POSITIONS, VOCAB_SIZE, save_tiny_model
+from tests.doubles.tiny_models import save_tiny_model
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
-from tests.doubles.toy_tokenizer import ToyTokenizer
 from tests.processes import wait_until
-from tests.server.running import Running, body, http, serving
+from tests.server.running import Running, body, http, serving, serving_tiny
 
 
 def spelled(ids: list[int]) -> str:
@@ -39,16 +37,8 @@ def total(url: str, metric: str) -> float:
 def url(tmp_path: Path) -> Iterator[str]:
     """Of a real model on the CPU, with four slots that reuse prefixes."""
     save_tiny_model("llama", tmp_path)
-    plan = backends.LoadPlan(
-        tmp_path, 4, MAX_POSITIONS, (8, 16, 40), num_threads=1, prefix_caching=True
-    )
-    application = Application(Model("tiny"))
-    application.models[0].service = toy_service(
-        backends.get("cpu").load(plan), tokenizer=ToyTokenizer(VOCAB_SIZE)
-    )
-    running = Running(application)
-    yield running.url
-    running.close()
+    with serving_tiny(tmp_path, prefix_caching=True) as running:
+        yield running.url
 
 
 def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
@@ -74,14 +64,15 @@ def served_order(
 
     The first one holds it until all wait; `requests` are parameters of each, `keys` their API keys, or whole headers.
     """
-    backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
+    backend = ToyBackend(replace(TOY_SPEC, num_slots=1), step_s=0.001)
     backend.hang_at.add(0)
     application = Application(Model("toy"))
     service = application.models[0].service = toy_service(backend, **options)
     running = Running(application, api_keys=digests or ())
 
     def send(number: int) -> int:
-        sent = body([7] * (number + 1), 2, parameters=requests[number])
+        # The first one has many steps, so that the engine gets the last one meanwhile.
+        sent = body([7] * (number + 1), 2 if number else 100, parameters=requests[number])
         key = keys[number]
         headers = {"authorization": key if " " in key else f"Bearer {key}"}
         status: int = http.post(
