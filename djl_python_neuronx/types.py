@@ -95,6 +95,8 @@ class GenerationRequest(EngineRequest):
     """True if the text keeps the stop string, or the token of `stop_token_ids`, that ended it."""
     skips_special: bool = True
     """False if special tokens within the text show their names."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that show their names in any case: marks by which a text is divided."""
     spaces_special: bool = False
     """See `Tokenizer.decode`."""
     max_seconds: float = inf
@@ -151,6 +153,8 @@ class Rendering(NamedTuple):
     """The text ends with the beginning of the assistant's turn."""
     continues: bool = False
     """The text ends with that of the last message, which the model goes on with."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the template lists, as the client has sent them; () if it lists none."""
 
 
 RENDERING = Rendering()
@@ -166,6 +170,10 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int | None:
         """Id that ends a text, or None if the tokenizer names none. Ids from the model's own files have priority."""
+
+    @property
+    def template(self) -> str:
+        """The chat template, that for tools if there are several; "" if there is none."""
 
     @property
     def pieces(self) -> Sequence[bytes] | None:

@@ -189,6 +189,7 @@ class TokenTable:
     """Facts about a tokenizer's tokens: the part of `Tokenizer` for which only `decode` may run the library."""
 
     pieces: Sequence[bytes] | None = None
+    template = ""
 
     def __init__(
         self, special: Mapping[str, int], special_ids: frozenset[int], eos_id: int | None
@@ -242,6 +243,8 @@ class PythonTokenizer(TokenTable):
         self._lock = threading.Lock()
         special = dict(zip(library.all_special_tokens, library.all_special_ids, strict=True))
         super().__init__(special, frozenset(library.all_special_ids), library.eos_token_id)
+        with suppress(AttributeError, ValueError):  # there is none, or none by default
+            self.template = library.get_chat_template(tools=[])
         bos_id = library.bos_token_id
         self._added_bos_id = (
             bos_id
@@ -298,7 +301,7 @@ class PythonTokenizer(TokenTable):
             RequestError: the template refuses the messages, or a variable is the server's own.
         """
         try:
-            template = self.library.get_chat_template()
+            template = self.library.get_chat_template(tools=rendering.tools or None)
         except ValueError as error:
             msg = (
                 "this model has no chat template, so it cannot take messages; expected plain text. "
@@ -312,6 +315,7 @@ class PythonTokenizer(TokenTable):
                 tokenize=False,
                 add_generation_prompt=rendering.begins_turn,
                 **({"continue_final_message": True} if rendering.continues else {}),
+                **({"tools": [*rendering.tools]} if rendering.tools else {}),
                 **rendering.variables,
             )
         except MemoryError:

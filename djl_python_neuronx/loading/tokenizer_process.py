@@ -80,7 +80,7 @@ class TokenizerProcess(TokenTable):
         self._verdicts = OrderedDict[tuple[str, str], tuple[str | None, str]]()
         self._forking = threading.Lock()
         """Held during a fork or a load. A call waits for it no longer than for a text."""
-        special, special_ids, eos_id, pieces = self._load()
+        special, special_ids, eos_id, self.template, pieces = self._load()
         super().__init__(special, frozenset(special_ids), eos_id)
         if pieces is not None:
             self.pieces = [piece.encode("latin-1") for piece in pieces]

@@ -136,7 +136,8 @@ def _load_and_fork(front: Connection) -> None:
         pieces = tokenizer.pieces
         latin = None if pieces is None else [piece.decode("latin-1") for piece in pieces]
         loaded.append(tokenizer)
-        return tokenizer.special, [*tokenizer.special_ids], tokenizer.eos_id, latin
+        facts = tokenizer.special, [*tokenizer.special_ids], tokenizer.eos_id
+        return *facts, tokenizer.template, latin
 
     front.send_bytes(_made(load_s, load, f"the tokenizer in {folder} cannot be loaded"))
     if loaded:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Union
+from typing import Any, Protocol, Union
 
 import orjson
 
@@ -23,8 +23,11 @@ FRAMES = {
     None: ("application/json", b"", b""),
     "jsonlines": ("application/jsonlines", b"", b"\n"),
     "sse": ("text/event-stream", b"data: ", b"\n\n"),
+    "events": ("text/event-stream", b"data: ", b"\n\n"),
 }
-"""Form of a stream, or None for a whole answer, to its media type, and the bytes before and after each part."""
+"""Form of a stream, or None for a whole answer, to its media type, and the bytes before and after each part.
+Before a part of "events" its `type` is the name of the event."""
+_EVENT = b"event: %b\ndata: %b\n\n"
 
 
 @dataclass(slots=True)
@@ -44,6 +47,47 @@ class TextEvent:
 
 
 @dataclass(slots=True)
+class ReasoningEvent:
+    """Text of the model's reasoning with its tokens, otherwise as `TextEvent`."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a tool, as it grows."""
+
+    name: str
+    index: int
+    """Among the calls of its sequence."""
+    id: str = ""
+    arguments: str = ""
+    """JSON, as the model wrote it."""
+    whole: bool = False
+    """True from its end on."""
+    raw: str = ""
+    """The text that the model wrote for it, with the marks."""
+
+
+@dataclass(slots=True)
+class CallEvent:
+    """The name of a call is known."""
+
+    call: Call
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(slots=True)
+class ArgumentsEvent:
+    """Further text of a call's arguments, which are JSON when it is whole."""
+
+    call: Call
+    text: str
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(slots=True)
 class EndEvent:
     """The end of a sequence, or its failure, which ends the whole answer."""
 
@@ -51,7 +95,20 @@ class EndEvent:
     error: ServingError | None
 
 
-Event = Union[StartEvent, TextEvent, EndEvent]
+Part = Union[TextEvent, ReasoningEvent, CallEvent, ArgumentsEvent]
+"""Events between start and end."""
+Event = Union[StartEvent, Part, EndEvent]
+
+
+class Reader(Protocol):
+    """Divides the text of one sequence into reasoning, text and calls."""
+
+    def feed(self, delta: Delta) -> list[Part]:
+        """The parts that a delta completes, in the text's order, with all tokens of the sequence so far.
+
+        Text that may become a mark is held back, until the last delta at most. A call that ends without being one is
+        never `whole`: a whole answer has its `raw` text instead.
+        """
 
 
 class Answer:
@@ -65,8 +122,12 @@ class Answer:
         index: int = 0,
         text: str = "",
         prompt_details: Mapping[str, Any] = MappingProxyType({}),
+        reader: Reader | None = None,
     ) -> None:
-        """`index`: among the sequences; `text`: its start; `prompt_details`: those that `Shape` makes of the prompt."""
+        """`index`: among the sequences; `text`: its start; `prompt_details`: those that `Shape` makes of the prompt.
+
+        Without a `reader` all is text.
+        """
         self.start = text
         self.request, self.index, self.prompt_details = request, index, prompt_details
         self.tokens: list[Token] = []
@@ -77,13 +138,26 @@ class Answer:
         """See `Delta.num_cached_tokens`."""
         self.finish_reason: FinishReason | None = None
         """None until the end."""
-        self._texts = [text]
+        self._parts: list[str | Call] = [text]
+        """The content, with calls in their places."""
+        self._thoughts: list[str] = []
+        self._reader, self._read = reader, list[Part]()
         self._keeps_tokens = keeps_tokens
         self._start: list[Event] = [StartEvent(text)]
 
     def take(self, delta: Delta) -> None:
         """Keep what a whole answer needs of a delta."""
-        self._texts.append(delta.text)
+        if self._reader is None:
+            self._parts.append(delta.text)
+        else:
+            self._read = self._reader.feed(delta)
+            for event in self._read:
+                if isinstance(event, TextEvent):
+                    self._parts.append(event.text)
+                elif isinstance(event, ReasoningEvent):
+                    self._thoughts.append(event.text)
+                elif isinstance(event, CallEvent):
+                    self._parts.append(event.call)
         self.prompt += delta.prompt
         if self._keeps_tokens:
             self.tokens += delta.tokens
@@ -92,11 +166,11 @@ class Answer:
         self.finish_reason = delta.finish_reason
 
     def events(self, delta: Delta) -> list[Event]:
-        """The events of a delta, for a stream. The scores of a prompt are part of its start."""
+        """The events of a delta that it has taken, for a stream. The scores of a prompt are part of its start."""
         if delta.prompt:
             return []
         events, self._start = self._start, []
-        events.append(TextEvent(delta.text, delta.tokens))
+        events += [TextEvent(delta.text, delta.tokens)] if self._reader is None else self._read
         if delta.finish_reason is not None:
             events.append(EndEvent(delta.finish_reason, delta.error))
         return events
@@ -110,8 +184,21 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
+        """The text so far, without reasoning and whole calls."""
+        parts = [
+            one if isinstance(one, str) else "" if one.whole else one.raw for one in self._parts
+        ]
+        return "".join(parts)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._thoughts)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that are whole."""
+        return [one for one in self._parts if isinstance(one, Call) and one.whole]
 
     @property
     def log_probability(self) -> float:
@@ -166,6 +253,7 @@ class AnswerFormatter:
         """`groups`: the sequences of each prompt; `stream`: see `FRAMES`; `listed`: the whole is a list of answers."""
         self.content_type, self._prefix, self._suffix = FRAMES[stream]
         self._shape, self._streams, self._listed = shape, stream is not None, listed
+        self._named = stream == "events"
         shape.groups = groups
         scores: list[Token] = []
         for one in [one for group in groups for one in group]:
@@ -185,6 +273,8 @@ class AnswerFormatter:
         parts: list[Any] = []
         for event in answer.events(delta):
             self._shape.write(answer, event, parts)
+        if self._named:
+            return b"".join([_EVENT % (one["type"].encode(), orjson.dumps(one)) for one in parts])
         return b"".join([self._prefix + orjson.dumps(part) + self._suffix for part in parts])
 
     def _whole(self, group: Sequence[Answer], delta: Delta) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, Union
 
@@ -29,6 +29,7 @@ from djl_python_neuronx.protocol.answers import (
     AnswerFormatter,
     EndEvent,
     Event,
+    Reader,
     Shape,
     StartEvent,
     TextEvent,
@@ -355,6 +356,10 @@ class OpenAiProtocol(WireProtocol):
     error = OpenAiErrorBody
     shape: type[OpenAiShape]
 
+    def stream_form(self, context: ParseContext) -> str:
+        """The form of a stream, see `FRAMES`."""
+        return _stream(context)
+
     def answer_error(self, error: ServingError) -> tuple[int, OpenAiErrorBody]:
         """See `WireProtocol`."""
         status, body = answer_error(error)
@@ -402,8 +407,13 @@ class OpenAiProtocol(WireProtocol):
         count: int,
         with_logprobs: bool,
         echo: bool = False,
+        shape: Callable[..., Shape] | None = None,
+        reader: Callable[[], Reader] | None = None,
     ) -> ParsedRequest:
         """The request of `count` sequences for each prompt; `echo`: each text begins with its prompt.
+
+        `shape`: makes the shape of the answers, from the arguments of `OpenAiShape`, by default the protocol's;
+        `reader`: makes the reader of a sequence, see `Answer`.
 
         Raises:
             RequestError: a prompt is not allowed.
@@ -418,8 +428,9 @@ class OpenAiProtocol(WireProtocol):
             count_name="n" if count == given.n else "best_of",
             scores_once=not given.stream,
         )
-        stream = _stream(context) if given.stream else None
-        shape = self.shape(
+        stream = self.stream_form(context) if given.stream else None
+        make_shape = shape or self.shape
+        made = make_shape(
             given, context, requests, count=count, with_logprobs=with_logprobs, stream=stream
         )
         decode = partial(context.tokenizer.decode, skip=given.skip_special_tokens)
@@ -434,10 +445,11 @@ class OpenAiProtocol(WireProtocol):
                 index=i,
                 text=texts[i // count] if echo else "",
                 keeps_tokens=common.logprobs and not given.stream,
+                reader=reader() if reader is not None else None,
             )
             for i, request in enumerate(requests)
         ]
-        formatter = AnswerFormatter([answers], shape, stream=stream)
+        formatter = AnswerFormatter([answers], made, stream=stream)
         return ParsedRequest(requests, formatter, stream=given.stream)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
 import orjson
@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, json_type
-from djl_python_neuronx.protocol.answers import Answer, Event, StartEvent, TextEvent
+from djl_python_neuronx.protocol.answers import Answer, Event, Shape, StartEvent, TextEvent
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     AnswerFields,
@@ -311,7 +311,19 @@ class ChatProtocol(OpenAiProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
-        given = validated(ChatParameters, payload, context.options)
+        return self.parse_chat(validated(ChatParameters, payload, context.options), context)
+
+    def parse_chat(
+        self,
+        given: ChatParameters,
+        context: ParseContext,
+        shape: Callable[..., Shape] | None = None,
+    ) -> ParsedRequest:
+        """The request of a conversation, for the protocols that have one. `shape`: see `parsed`.
+
+        Raises:
+            RequestError: a value is not allowed.
+        """
         if given.top_logprobs and not given.logprobs:
             msg = "top_logprobs needs logprobs=true; set it, or leave top_logprobs out"
             raise RequestError(msg, param="top_logprobs")
@@ -328,5 +340,11 @@ class ChatProtocol(OpenAiProtocol):
         )
         prompt_ids = given.encode(given.messages, context)
         return self.parsed(
-            common, [prompt_ids], given, context, count=given.n, with_logprobs=given.logprobs
+            common,
+            [prompt_ids],
+            given,
+            context,
+            count=given.n,
+            with_logprobs=given.logprobs,
+            shape=shape,
         )

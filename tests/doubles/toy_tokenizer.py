@@ -19,6 +19,7 @@ class ToyTokenizer:
 
     special_ids = frozenset({0, 1, 2})
     eos_id: int | None = None
+    template = ""
 
     def __init__(self, vocab_size: int = 300) -> None:
         self.pieces: Sequence[bytes] | None = [

@@ -512,7 +512,7 @@ def test_how_a_template_is_rendered() -> None:
     ):
         for path in ("/v1/chat/completions", "/tokenize"):
             parse(chat(USER, last, **more), tokenizer=tokenizer, options=options, path=path)
-            assert tokenizer.rendering == expected
+            assert tokenizer.rendering == Rendering(*expected)
     for refused, param in (
         (chat(continue_final_message=True), "continue_final_message"),
         (chat({**last, "content": []}, continue_final_message=True), "continue_final_message"),
