@@ -79,7 +79,11 @@ class TextStream:
         self._special_ids = tokenizer.special_ids
         self._skips = request.skips_special
         self._detokenizer = make_detokenizer(
-            request.prompt_ids, tokenizer, skip=self._skips, spaces=request.spaces_special
+            request.prompt_ids,
+            tokenizer,
+            skip=self._skips,
+            spaces=request.spaces_special,
+            shown_ids=request.shown_ids,
         )
         self._min_tokens = request.sampling.num_unending(len(request.prompt_ids))
         self._stops = [_StopString(text) for text in request.stop_strings if text]
@@ -117,7 +121,8 @@ class TextStream:
         for i, token_id in enumerate(ids):
             ends = i == last and reason is FinishReason.EOS
             special = token_id in self._special_ids or (ends and token_id not in self._shown_ids)
-            hidden = special and (self._skips or (ends and not self._request.include_stop))
+            skipped = self._skips and token_id not in self._request.shown_ids
+            hidden = special and (skipped or (ends and not self._request.include_stop))
             shown = "" if hidden else self._detokenizer.feed(token_id)
             if self._stops or i == last:
                 early = self.num_generated + i < self._min_tokens
@@ -261,12 +266,21 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    prompt_ids: Sequence[int], tokenizer: Tokenizer, *, skip: bool = True, spaces: bool = False
+    prompt_ids: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    skip: bool = True,
+    spaces: bool = False,
+    shown_ids: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """The cheapest detokenizer for a tokenizer. The prompt's text and its text together equal `Tokenizer.decode`."""
+    """The cheapest detokenizer for a tokenizer. The prompt's text and its text together equal `Tokenizer.decode`.
+
+    `shown_ids`: see `GenerationRequest`.
+    """
+    shown_ids = shown_ids if skip else tokenizer.special_ids
     if tokenizer.pieces is None:
-        return _WindowDetokenizer(prompt_ids, tokenizer, skip=skip, spaces=spaces)
-    return _TableDetokenizer(prompt_ids, tokenizer, tokenizer.pieces, skip=skip)
+        return _WindowDetokenizer(prompt_ids, tokenizer, shown_ids, spaces=spaces)
+    return _TableDetokenizer(prompt_ids, tokenizer, tokenizer.pieces, shown_ids)
 
 
 class _TableDetokenizer:
@@ -277,12 +291,12 @@ class _TableDetokenizer:
         prompt_ids: Sequence[int],
         tokenizer: Tokenizer,
         pieces: Sequence[bytes],
-        *,
-        skip: bool,
+        shown_ids: frozenset[int],
     ) -> None:
+        """`shown_ids`: special tokens that show their names."""
         self.tokenizer = tokenizer
         self._pieces = pieces
-        self._named: frozenset[int] = frozenset() if skip else tokenizer.special_ids
+        self._named = shown_ids
         self._partial = b""
         self._at_start = not any(self._piece(token_id) for token_id in prompt_ids)
 
@@ -326,11 +340,18 @@ class _WindowDetokenizer:
     """
 
     def __init__(
-        self, prompt_ids: Sequence[int], tokenizer: Tokenizer, *, skip: bool, spaces: bool
+        self,
+        prompt_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        shown_ids: frozenset[int],
+        *,
+        spaces: bool,
     ) -> None:
+        """`shown_ids`: special tokens that show their names."""
         self.tokenizer = tokenizer
-        self._how = {"skip": skip, "spaces": spaces}
-        self._special_ids = tokenizer.special_ids if skip else frozenset()
+        self._special_ids = tokenizer.special_ids - shown_ids
+        # The window has none of the others.
+        self._how = {"skip": not shown_ids, "spaces": spaces}
         # Without special ids: a context that has no text would make the next token look like the start of one.
         written = (one for one in reversed(prompt_ids) if one not in self._special_ids)
         self._window = list(islice(written, _CONTEXT_TOKENS))[::-1]

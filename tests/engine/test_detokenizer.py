@@ -134,6 +134,7 @@ def test_the_table_needs_no_decode(tokenizers, name):
 @given(words=st.lists(TEXTS, min_size=1), sizes=st.lists(st.integers(1, 5)))
 @settings(max_examples=30, deadline=None)
 def test_special_tokens_show_their_names_where_they_are_not_skipped(tokenizers, name, words, sizes):
+    """None is skipped, or all but the one that comes within the text."""
     tokenizer, made = tokenizers[name], MADE[name.split(",")[0]]
     bos, eos = made.token_to_id("<s>"), made.token_to_id("</s>")
     prompt_ids = made.encode("The").ids
@@ -142,13 +143,20 @@ def test_special_tokens_show_their_names_where_they_are_not_skipped(tokenizers, 
     def decoded(token_ids):
         return made.decode(token_ids, skip_special_tokens=False)
 
-    for include in (True, False):
-        request = request_for(prompt_ids, skips_special=False, include_stop=include)
-        stream = TextStream(request, tokenizer)
+    for include, how in (
+        (True, {"skips_special": False, "include_stop": True}),
+        (False, {"skips_special": False}),
+        (False, {"shown_ids": frozenset([bos]), "include_stop": True}),
+    ):
+        stream = TextStream(request_for(prompt_ids, **how), tokenizer)
         text, tokens, _ = summary(feed_all(stream, [*ids, eos], sizes, FinishReason.EOS))
         shown = decoded([*prompt_ids, *ids, *([eos] if include else [])])
         assert decoded(prompt_ids) + text == shown, "the token that ends a text is no part of it"
         assert tokens[-1].special
+    hidden = [part for one in ids for part in ((one, eos) if one != bos else (one,))]
+    stream = TextStream(request_for(prompt_ids, shown_ids=frozenset([bos])), tokenizer)
+    text, _, _ = summary(feed_all(stream, hidden, sizes))
+    assert decoded(prompt_ids) + text == decoded([*prompt_ids, *ids])
 
 
 def test_the_leading_space_of_a_continuation_stays(tokenizers):
