@@ -214,11 +214,16 @@ class Service:
 
     def show(self) -> None:
         """Let the gauges show this service."""
+        spec = self.loop.spec
         for i, copy in enumerate(self.loop.copies):
             for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
                 self.metrics[name].labels(i).set_function(
                     lambda copy=copy, count=count: getattr(copy.loop.state, count)
                 )
+            self.metrics["kv_cache_tokens"].labels(i).set(spec.num_slots * spec.max_model_len)
+            self.metrics["kv_cache_used_tokens"].labels(i).set_function(
+                lambda copy=copy: copy.loop.streams.num_tokens(spec.cache_block)
+            )
 
     @property
     def speculation(self) -> dict[str, object] | None:

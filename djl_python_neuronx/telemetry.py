@@ -57,15 +57,20 @@ METRICS: dict[str, Metric] = {
     "reencoded_tokens_total": Metric(
         "counter", "Tokens prefilled again when a request joins a static batch."
     ),
+    "queue_seconds": Metric("histogram", "From submission to the first slot."),
     "time_to_first_token_seconds": Metric("histogram", "From submission to the first token."),
     "inter_token_seconds": Metric(
         "histogram", "Mean time between the tokens of a request, after the first."
     ),
     "request_seconds": Metric("histogram", "From submission to the last token."),
     "prefill_seconds": Metric("histogram", "Device time of a prefill call.", ("bucket",)),
-    "decode_seconds": Metric("histogram", "Device time of a decode step, with or without drafts."),
+    "decode_seconds": Metric(
+        "histogram",
+        "Device time of a decode or verification.",
+        ("kind", "bucket", "rows"),
+    ),
     "mixed_seconds": Metric(
-        "histogram", "Device time of a step of prompt chunks and decodes.", ("bucket",)
+        "histogram", "Device time of a step of chunks and decodes.", ("bucket", "cache")
     ),
     "sampling_steps_total": Metric(
         "counter",
@@ -78,6 +83,8 @@ METRICS: dict[str, Metric] = {
     "draft_failures_total": Metric("counter", "Steps without drafts because the proposer failed."),
     "slots_in_use": Metric("gauge", "Sequences with a slot.", ("copy",)),
     "waiting_requests": Metric("gauge", "Sequences waiting for a slot.", ("copy",)),
+    "kv_cache_used_tokens": Metric("gauge", "Tokens of the sequences with a slot.", ("copy",)),
+    "kv_cache_tokens": Metric("gauge", "Tokens that all slots hold.", ("copy",)),
     "compile_cache_hits_total": Metric("counter", "Compiled models found in a store or mirror."),
     "compile_cache_misses_total": Metric("counter", "Models compiled because none was found."),
     "engine_deaths_total": Metric(
@@ -92,6 +99,16 @@ METRICS: dict[str, Metric] = {
 }
 
 
+_GATEWAY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "vllm:num_requests_running": ("Sequences with a slot.", ("slots_in_use",)),
+    "vllm:num_requests_waiting": ("Sequences waiting for a slot.", ("waiting_requests",)),
+    "vllm:kv_cache_usage_perc": (
+        "Share of the KV cache that sequences use, from 0 to 1.",
+        ("kv_cache_used_tokens", "kv_cache_tokens"),
+    ),
+}
+"""vLLM's gauges that the Gateway API's inference extension reads of a model server, each to a gauge of ours, or to two
+that are divided. Source: gateway-api-inference-extension, docs/proposals/003-model-server-protocol (2026-08)."""
 _GAUGES = {f"{NAMESPACE}_{name}" for name, row in METRICS.items() if row.kind == "gauge"}
 
 
@@ -164,17 +181,30 @@ class Metrics:
 
 
 def exposition(models: Mapping[str, Metrics]) -> bytes:
-    """The metrics of models, by the name of each, in Prometheus' text format, each once, with the label `model`."""
+    """The metrics of models, by the name of each, in Prometheus' text format, each once, with the label `model`.
+
+    Those of `_GATEWAY` follow: a series for each model, over all its copies.
+    """
     from prometheus_client import generate_latest
+    from prometheus_client.core import GaugeMetricFamily
 
     found: dict[str, Any] = {}
+    for name, (doc, _) in _GATEWAY.items():
+        found[name] = GaugeMetricFamily(name, doc, labels=["model_name"])
     for model, metrics in models.items():
+        totals: dict[str, float] = defaultdict(float)
         for metric in metrics.registry.collect():
             samples = [
                 one._replace(labels={**one.labels, "model": model}) for one in metric.samples
             ]
+            totals[metric.name] = sum([one.value for one in samples])
             metric.samples = []
             found.setdefault(metric.name, metric).samples += samples
+        for name, (_, (gauge, *whole)) in _GATEWAY.items():
+            value = totals[f"{NAMESPACE}_{gauge}"]
+            for one in whole:
+                value /= totals[f"{NAMESPACE}_{one}"] or 1.0
+            found[name].add_metric([model], value)
     return generate_latest(SimpleNamespace(collect=found.values))
 
 
@@ -202,11 +232,13 @@ class Recorder:
         if info.draft_error is not None:
             metrics["draft_failures_total"].inc()
         if info.kind in {"prefill", "mixed"}:
-            metrics[f"{info.kind}_seconds"].labels(info.bucket).observe(info.device_s)
+            cache = () if info.kind == "prefill" else (info.cache,)
+            metrics[f"{info.kind}_seconds"].labels(info.bucket, *cache).observe(info.device_s)
             columns = info.bucket * (info.rows if info.kind == "prefill" else 1)
             metrics["padding_tokens_total"].inc(max(0, columns - info.tokens))
         else:
-            metrics["decode_seconds"].observe(info.device_s)
+            by_graph = metrics["decode_seconds"].labels(info.kind, info.bucket, info.slots)
+            by_graph.observe(info.device_s)
         if info.place is not None:
             metrics["sampling_steps_total"].labels(info.place).inc()
         if info.drafted:
@@ -239,6 +271,8 @@ class Recorder:
         metrics["requests_total"].labels(request.protocol, reason).inc()
         metrics["prompt_tokens_total"].inc(len(request.prompt_ids))
         metrics["request_seconds"].observe(total_s)
+        if stream.slots_s:
+            metrics["queue_seconds"].observe(stream.slots_s[0] - stream.submitted_s)
         first_s = 0.0
         if stream.first_token_s is not None:
             first_s = stream.first_token_s - stream.submitted_s

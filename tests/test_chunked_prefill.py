@@ -60,5 +60,5 @@ def test_chunks_change_no_text() -> None:
     wanted, without = texts(WHOLE)
     found, metrics = texts(CHUNKED)
     assert found == wanted
-    assert 'djl_neuronx_mixed_seconds_count{bucket="16",model=""}' in metrics
+    assert 'djl_neuronx_mixed_seconds_count{bucket="16",cache="0",model=""}' in metrics
     assert "mixed_seconds_count{" not in without

@@ -145,6 +145,15 @@ Generated from `METRICS` in `djl_python_neuronx/telemetry.py` by `make docs`. Ed
 The embedded server exposes these on `/metrics`, in Prometheus' text format. A histogram has `_bucket`, `_sum` and
 `_count`; times are in seconds.
 
+**Graphs.** Times of the device are counted by compiled graph. `prefill_seconds` has the `bucket` that a prompt was
+padded to. `decode_seconds` has `kind`, which is `decode` or `verification` (of drafts), the `bucket` of the context,
+and the `rows` that the graph computes, however many of them run. `mixed_seconds` has the `bucket` of the step's tokens,
+and in `cache` the bucket of all sequences' context, 0 if graphs do not depend on it. So there are as many series as
+graphs.
+
+**Cache.** `kv_cache_used_tokens` rounds each sequence up to whole blocks where the cache has blocks. What the cache
+keeps of sequences that have ended does not count: a new prompt takes its place.
+
 **CloudWatch.** With `option.cloudwatch_namespace` the server also logs them once a minute, as a line of JSON in the
 Embedded Metric Format. Wherever its log reaches CloudWatch Logs, as that of a SageMaker endpoint does, each becomes a
 metric with the dimension `model`: the sum over its other labels; of counters, sums and counts what the minute has

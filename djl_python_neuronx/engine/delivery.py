@@ -181,16 +181,16 @@ class Delivery:
         unknown = output.finish_reason in {None, FinishReason.TIME}
         if self._streams.end(output.request_id, abort=unknown) is None:
             return None
-        if delta.error is None and stream.running and not stream.deaths:
+        if delta.error is None and stream.running and len(stream.slots_s) == 1:
             self._note_pace(stream, delta.num_generated_tokens)
         notify(self._observer.ended, stream, delta)
         return delta
 
     def _note_pace(self, stream: Stream, num_tokens: int) -> None:
-        first_s = None
+        slot_s, first_s = stream.slots_s[0], None
         if stream.first_token_s is not None and stream.request.scores_prompt is None:
-            first_s = stream.first_token_s - stream.slot_s
-        self._streams.pace.note(stream.last_token_s - stream.slot_s, first_s, num_tokens)
+            first_s = stream.first_token_s - slot_s
+        self._streams.pace.note(stream.last_token_s - slot_s, first_s, num_tokens)
 
 
 def _hand_over(output_queue: OutputQueue, deltas: list[Delta]) -> None:

@@ -293,7 +293,8 @@ class EngineLoop:
     def _note_entering(self, request_ids: list[str]) -> None:
         for stream in map(self.streams.get, request_ids):
             if stream is not None:
-                stream.running, stream.slot_s = True, time.monotonic()
+                stream.running = True
+                stream.slots_s.append(time.monotonic())
                 stream.begun.add(stream.request.request_id)
 
     def _note_cached(self, cached: Mapping[str, int]) -> None:

@@ -40,6 +40,10 @@ class StepInfo(NamedTuple):
     tokens: int
     """Valid tokens fed; a prefill's padding is rows * bucket - tokens."""
     device_s: float
+    cache: int = 0
+    """See `Graph.cache`."""
+    slots: int = 0
+    """Rows that a decode's graph computes, however many of them run."""
     num_reprefilled: int = 0
     """Tokens prefilled again although they had been in the cache."""
     draft_s: float = 0.0
@@ -116,8 +120,16 @@ class Runner:
         tokens = rows if kind == "decode" else sum([int(part.lens.sum()) for part in parts])
         if self.backend.spec.mixed_steps and kind == "prefill":
             kind = "mixed"
-        reprefilled = ran.output.num_reprefilled
-        return StepInfo(kind, ran.graph.bucket, rows, tokens, ran.device_s, reprefilled)
+        return StepInfo(
+            kind,
+            ran.graph.bucket,
+            rows,
+            tokens,
+            ran.device_s,
+            cache=ran.graph.cache,
+            slots=ran.graph.slots or self.backend.spec.num_slots,
+            num_reprefilled=ran.output.num_reprefilled,
+        )
 
     def _find(self, kind: GraphKind, parts: list[Rows]) -> Graph:
         spec, rows = self.backend.spec, parts[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import threading
 import time
@@ -211,8 +210,8 @@ class Stream:
         self.begun: set[str] = set()
         """The requests answered together that have tokens, or that a step of this engine has begun. Ids, not `Stream`s:
         references among streams would form a cycle."""
-        self.slot_s = math.inf
-        """Time at which it last got a slot."""
+        self.slots_s: list[float] = []
+        """Times at which it got a slot: more than one if other engines went on with it."""
         self.running = False
         """A step of this engine has begun it."""
         self.deaths = 0
@@ -390,6 +389,12 @@ class StreamRegistry:
         """All streams, the oldest first."""
         with self.lock:
             return list(self._open.values())
+
+    def num_tokens(self, block: int) -> int:
+        """Tokens of the requests that have a slot, each rounded up to blocks of so many."""
+        running = [stream for stream in self.open_streams() if stream.running]
+        lens = [len(one.request.prompt_ids) + len(one.output_ids) for one in running]
+        return sum(-(-length // block) * block for length in lens)
 
     def close(self, why: ServingError) -> None:
         """Accept nothing more; the first reason counts."""
