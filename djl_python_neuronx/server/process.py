@@ -38,6 +38,7 @@ from djl_python_neuronx.server.http import (
 )
 from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.models import Load, Loader, Model, Prepare
+from djl_python_neuronx.server.page import Page
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Server(uvicorn.Server):
                 allow_methods=["GET", "POST"],
                 expose_headers=["retry-after", "x-request-id"],
             )
+        if options.page:
+            app = Page(app)
         # The same one whatever is installed.
         self._silent: OrderedDict[LimitedProtocol, None] = OrderedDict()
         self._protocol: Any = partial(

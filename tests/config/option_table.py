@@ -315,6 +315,7 @@ SERVER = {
         ),
         ("a.test", "https://a.test/", "https://*.a.test", "https://u@a.test", "", "true", 7),
     ),
+    "page": flag(),
     "access_log": choice("text", "json", "off"),
     "ping": choice("any", "all"),
     "cloudwatch_namespace": Row(
