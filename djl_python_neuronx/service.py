@@ -14,6 +14,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts.folder import file_names, reading
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
 from djl_python_neuronx.engine.loop import Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
@@ -26,6 +27,7 @@ from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads, client_label
 from djl_python_neuronx.telemetry import Metrics, Recorder
+from djl_python_neuronx.tracing import FLUSH_S, Tracing
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,13 @@ class Service:
             ServingError: an engine could not be loaded.
         """
         self.options = options
+        self._on_death = on_death
         self.metrics: Metrics = Metrics() if before is None else before.metrics
-        self._recorder = Recorder(self.metrics)
+        self.tracing: Tracing | None = None
+        if options.otlp_traces_endpoint is not None:
+            name = options.model_names[0]
+            self.tracing = Tracing(options.otlp_traces_endpoint, name, environment())
+        self._recorder = Recorder(self.metrics, self.tracing)
         self.defaults: Mapping[str, Any] = {}
         """Parameters of OpenAI's requests that set none; set before requests come."""
         self.loop = Replicas(
@@ -70,10 +77,11 @@ class Service:
             observer=self._recorder,
             cores=cores,
             settings=LoopSettings.of(options, room),
-            on_death=on_death,
+            on_death=self._died,
             on_progress=progress.stage,
         )
         with ExitStack() as made:
+            made.callback(self.flush)
             made.callback(self.loop.close)
             # The tokenizer and the engines load side by side: each imports a large library.
             start = self.loop.start_all if before is None else lambda: None
@@ -225,6 +233,10 @@ class Service:
                 lambda copy=copy: copy.loop.streams.num_tokens(spec.cache_block)
             )
 
+    def _died(self, error: ServingError) -> None:
+        self._on_death(error)
+        self.flush()
+
     @property
     def speculation(self) -> dict[str, object] | None:
         """The speculation in use, as plain values: number of drafts, their source, whether it is active. Or None."""
@@ -235,9 +247,15 @@ class Service:
     def _max_prompt_chars(self) -> int | None:
         return most_characters(self.tokenizer.pieces, longest_prompt(self.loop.spec))
 
+    def flush(self, timeout_s: float = FLUSH_S) -> None:
+        """Export the spans that are left, for at most so long. No request comes any more."""
+        if self.tracing is not None:
+            self.tracing.close(timeout_s)
+
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
         closed = self.loop.close(drain_s)
+        self.flush()
         self.tokenizer.close()
         if not closed:
             logger.error(

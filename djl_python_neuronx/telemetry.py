@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from djl_python_neuronx.engine.detokenizer import Delta
     from djl_python_neuronx.engine.runner import StepInfo
     from djl_python_neuronx.engine.streams import Stream
+    from djl_python_neuronx.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -209,10 +210,10 @@ def exposition(models: Mapping[str, Metrics]) -> bytes:
 
 
 class Recorder:
-    """The engine loop's observer: metrics, and a log line per request."""
+    """The engine loop's observer: metrics, a log line per request, and its spans."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self.metrics, self.tracing = metrics, tracing
 
     def rejected(self, error: ServingError) -> None:
         """See `Observer`."""
@@ -262,6 +263,8 @@ class Recorder:
         """See `Observer`."""
         self.metrics["requests_total"].labels(stream.request.protocol, "aborted").inc()
         logger.info("request_aborted request_id=%s", stream.request.label)
+        if self.tracing is not None:
+            self.tracing.end(stream, "aborted", None, time.monotonic())
 
     def ended(self, stream: Stream, delta: Delta) -> None:
         """See `Observer`."""
@@ -293,6 +296,8 @@ class Recorder:
             total_s,
             f" error={delta.error.code}" if delta.error is not None else "",
         )
+        if self.tracing is not None:
+            self.tracing.end(stream, reason, delta.error, stream.last_token_s)
 
 
 def log_load_failure(error: BaseException, event: str = "load_failed") -> ServingError:

@@ -102,6 +102,8 @@ class GenerationRequest(EngineRequest):
     max_seconds: float = inf
     """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
     arrived_s: float = field(default_factory=time.monotonic)
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """The client's `traceparent` and `tracestate`, if requests are traced."""
     protocol: str = ""
     """A label for logs and metrics."""
     prompt_name: str = "the prompt"

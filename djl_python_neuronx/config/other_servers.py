@@ -55,7 +55,7 @@ _TGI = _by_word(
         _ORIGINS: "cors_allow_origin",
         NOTHING: "cuda_graphs cuda_memory_fraction disable_custom_kernels disable_grammar_support enable_cuda_graphs "
         "enable_prefill_logprobs max_best_of max_client_batch_size max_stop_sequences max_top_n_tokens "
-        "ngrok ngrok_authtoken ngrok_edge otlp_endpoint otlp_service_name rope_factor rope_scaling shard_uds_path "
+        "ngrok ngrok_authtoken ngrok_edge rope_factor rope_scaling shard_uds_path "
         "usage_stats validation_workers watermark_delta watermark_gamma",
         _ADAPTERS: "lora_adapters",
         "-o max_rolling_batch_size and -o n_positions decide": "max_batch_total_tokens",
@@ -65,6 +65,8 @@ _TGI = _by_word(
         "write -o chat_template=FILE": "tokenizer_config_path",
         "write -o kv_cache_quantize=fp8": "kv_cache_dtype",
         "write --log-format json": "json_output",
+        "write -o otlp_traces_endpoint=http://HOST:4318/v1/traces": "otlp_endpoint",
+        "set OTEL_SERVICE_NAME": "otlp_service_name",
     }
 )
 _COMMON = "DTYPE QUANTIZE TRUST_REMOTE_CODE"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from djl_python_neuronx.config.values import (
     Address,
     Count,
+    Endpoint,
     LocalPath,
     Lower,
     Namespace,
@@ -65,6 +66,10 @@ class ServerOptions(OptionGroup):
     cloudwatch_namespace: Annotated[Namespace | None, _OPERATOR] = None
     """Log the metrics once a minute as a line from which CloudWatch Logs makes metrics below this namespace
     (docs/metrics.md)."""
+    otlp_traces_endpoint: Annotated[Endpoint | None, _OPERATOR] = None
+    """Export a trace of each request to this URL, such as `http://collector:4318/v1/traces`, by OpenTelemetry's
+    protocol (docs/observability.md). Needs the extra `otel`. Variables of OpenTelemetry set the rest, such as
+    OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER. Also under DJL Serving."""
     ping: Annotated[Literal["any", "all"], Lower, Option()] = "any"
     """Condition for 200 of `/ping` and `/health` with several models, once none is loading: `any` of them takes
     requests, or `all` do."""

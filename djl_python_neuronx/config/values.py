@@ -496,6 +496,13 @@ Origins = Annotated[
     _Split,
     Allowed('origins such as "https://app.example.com,http://localhost:3000", or "*" for any'),
 ]
+Endpoint = Annotated[
+    str,
+    StringConstraints(
+        strip_whitespace=True, pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$", max_length=2048
+    ),
+    Allowed("a URL without user and password, such as http://collector:4318/v1/traces"),
+]
 Namespace = Annotated[
     str,
     StringConstraints(

@@ -293,7 +293,7 @@ class EngineLoop:
     def _note_entering(self, request_ids: list[str]) -> None:
         for stream in map(self.streams.get, request_ids):
             if stream is not None:
-                stream.running = True
+                stream.running, stream.copy = True, self._copy
                 stream.slots_s.append(time.monotonic())
                 stream.begun.add(stream.request.request_id)
 

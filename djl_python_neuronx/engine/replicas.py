@@ -245,8 +245,9 @@ class Replicas:
             raise
         tokenizer = self._tokenizer()
         group = [Stream(one, tokenizer) for one in requests]
+        parts = dict.fromkeys([one.request_id for one in requests])
         for stream in group:
-            stream.begun = group[0].begun
+            stream.begun, stream.parts = group[0].begun, parts
         return group
 
     def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.detokenizer import Delta, TextStream
@@ -207,6 +207,10 @@ class Stream:
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s = self.submitted_s
+        self.copy: int | None = None
+        """The copy that last gave it a slot."""
+        self.parts: dict[str, Any] = {}
+        """The requests answered together, each to what `Tracing` keeps of its end, None until then."""
         self.begun: set[str] = set()
         """The requests answered together that have tokens, or that a step of this engine has begun. Ids, not `Stream`s:
         references among streams would form a cycle."""

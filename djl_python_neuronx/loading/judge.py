@@ -31,6 +31,7 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import DeviceInfo
 from djl_python_neuronx.planning.plan import flag_facts, library_facts
+from djl_python_neuronx.tracing import exporter_class
 
 ASSUMED_INSTANCES = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 """Machines that a dry run plans for without a Neuron device: the first one whose runtime takes the degrees."""
@@ -53,6 +54,15 @@ def judge_vocabulary(model: Model, options: ServingOptions, situation: Situation
         folder = model.artifact.path
         if not has_vocabulary(entry.name for entry in folder.iterdir()):
             situation.problems.add("error", no_tokenizer(folder))
+
+
+def judge_tracing(options: ServingOptions, situation: Situation) -> None:
+    """Report what the export of traces lacks, unless another machine will serve."""
+    endpoint = options.otlp_traces_endpoint
+    if endpoint is None or situation.is_named or situation.purpose is Purpose.COMPILE:
+        return
+    with situation.problems.catch():
+        exporter_class(endpoint, situation.environ)
 
 
 def choose_machine(settings: Resolved, backend: str, situation: Situation) -> DeviceInfo:

@@ -24,6 +24,7 @@ from djl_python_neuronx.loading.judge import (
     judge_graphs,
     judge_places,
     judge_support,
+    judge_tracing,
     judge_vocabulary,
 )
 from djl_python_neuronx.loading.mismatch import fill_recorded, has_own_graphs
@@ -107,6 +108,7 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     or nothing can serve it.
     """
     problems, options = situation.problems, settings.options
+    judge_tracing(options, situation)
     try:
         model = find_model(settings, situation)
         if model is not None:

@@ -303,6 +303,7 @@ class GenerationParameters(RequestModel):
             spaces_special=self.spaces_between_special_tokens,
             arrived_s=context.arrived_s,
             client_id=context.client_id,
+            trace=context.trace,
             protocol=protocol,
             least_name="min_tokens" if self.min_tokens > self.min_new_tokens else "min_new_tokens",
             **more,

@@ -322,6 +322,20 @@ SERVER = {
         (("djl-neuronx/chat", "djl-neuronx/chat"), (" My Models #1 ", "My Models #1"), *NONE),
         (":a", 'a"b', "a" * 256, *TEXT_BAD),
     ),
+    "otlp_traces_endpoint": Row(
+        (
+            ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
+            (" https://[::1]:4317 ", "https://[::1]:4317"),
+            *NONE,
+        ),
+        (
+            "collector:4317",
+            "grpc://collector:4317",
+            "http://user:secret@collector/v1/traces",
+            "http://c/v1/traces?key=secret",
+            *TEXT_BAD,
+        ),
+    ),
     "admin_port": Row((("9000", 9000), (9000, 9000), *NONE), ("0", "65536", "-1", "http", [1])),
     "admin_host": Row((("127.0.0.1", "127.0.0.1"), ("::1", "::1"), *NONE), TEXT_BAD),
 }

@@ -56,6 +56,11 @@ TAKEN = {
     "scheduling_policy": ("priority", "scheduling_policy", "priority"),
     "served_model_name": ("chat", "model_name", ("chat",)),
     "task": ("text-generation", "task", "text-generation"),
+    "otlp_traces_endpoint": (
+        "http://collector:4318/v1/traces",
+        "otlp_traces_endpoint",
+        "http://collector:4318/v1/traces",
+    ),
     "tensor_parallel_size": ("8", "tensor_parallel_degree", 8),
     "trust_remote_code": (None, "trust_remote_code", True),
 }
@@ -318,6 +323,8 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
         ("--cors-allow-origin", "-o cors_allow_origins="),
         ("--speculative-config", "-o speculative_draft_model=MODEL"),
         ("--json-output", "--log-format json"),
+        ("--otlp-endpoint", "-o otlp_traces_endpoint=http"),
+        ("--otlp-service-name", "set OTEL_SERVICE_NAME"),
         ("--prometheus-port", "-o admin_port=PORT"),
         ("--hf-token", "set HF_TOKEN"),
         ("--top-k", "a parameter of requests"),

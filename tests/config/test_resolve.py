@@ -345,6 +345,7 @@ class TestStrictness:
                 "admin_port",
                 "admin_host",
                 "cloudwatch_namespace",
+                "otlp_traces_endpoint",
             ),
         }
         for name, (text, value) in values.items():
