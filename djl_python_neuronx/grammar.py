@@ -44,8 +44,18 @@ _PATTERN = re.compile(
 """A regex's classes, and the control characters beside them."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose object has names of the client's, not keywords."""
-_VALUES = frozenset({"const", "enum", "default", "example", "examples"})
+_VALUES = frozenset({"const", "enum"})
 """Keywords that have JSON, not schemas."""
+_NOTES = frozenset({"title", "description", "default", "example", "examples", "$comment"})
+"""Keywords that allow any text what it is allowed without them."""
+_ANY = "/(?s:.*)/"
+_GAP = r"[ \n]{0,2}"
+"""Whitespace that models write or leave out around the punctuation of a call."""
+_PUNCTUATION = re.compile(r"(\s*[][{},:;]\s*|\s+)")
+_MEMBERS = r'(?:\s*"(?:type|id)"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+)\s*,)*\s*'
+_BARE = rf'\s*\{{{_MEMBERS}"name"\s*:\s*"%s"\s*,{_MEMBERS}"(?:arguments|parameters)"\s*:'
+"""The beginning of a call without a mark, as `protocol/reading.py` reads it: it names a tool, and has arguments."""
+_SPECIAL = re.compile(r"<\[\d+]>")
 _PROBED_BYTES = 128
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
@@ -105,25 +115,30 @@ def matcher(grammar: str, tokens: Any) -> Any:  # noqa: ANN401
 
 
 def checked(kind: str, text: str) -> str:
-    """The engine's form of a grammar. `kind`: one of `KINDS`; `text`: JSON of `[value, whitespace]`.
+    """The engine's form of a grammar. `kind`: one of `KINDS`; `text`: JSON of `[value, whitespace, reasoning]`.
 
-    `whitespace`: a regex for the places where JSON allows some, "" for none; None: at most one space.
+    `whitespace`: a regex for the places where JSON allows some, "" for none; None: at most one space. `reasoning`, if
+    the model's text may begin with some: see `_after`.
 
     Raises:
         RequestError: it is none, or the library cannot enforce it within its limits; the message names the keyword.
     """
     write, types, expected = KINDS[kind]
-    value, whitespace = json.loads(text)
+    value, whitespace, *reasoning = json.loads(text)
     if not isinstance(value, types) or value in ("", [], False):
         msg = f"is {json_type(value)}; expected {expected}"
         raise RequestError(msg)
     try:
-        grammar: str = HEADER + write(value, whitespace)
+        grammar: str = write(value, whitespace)
     except (RequestError, MemoryError):
         raise
     except Exception as error:
         msg = f"is no {kind} that can be read ({type(error).__name__}: {str(error)[:200]}); correct it"
         raise RequestError(msg) from error
+    for one in reasoning:
+        is_free = kind == "tools" and value["choice"] == "auto" and value["text"] is None
+        grammar = _after(one, grammar, is_free=is_free)
+    grammar = HEADER + grammar
     _probe(grammar)
     return grammar
 
@@ -145,7 +160,8 @@ def reason(compiled: Any) -> str:  # noqa: ANN401
 
 def _probe(grammar: str) -> None:
     """Compile a grammar, and go along one of its texts: some exceed the library's limits at their first letter only."""
-    compiled = matcher(grammar, _bytes())
+    # Special tokens stand as byte 0 there, which is no part of JSON.
+    compiled = matcher(_SPECIAL.sub("<[0]>", grammar), _bytes())
     for turn in range(_PROBED_BYTES):
         if compiled.is_error() or compiled.is_stopped():
             break
@@ -190,6 +206,7 @@ def _read(schema: Any, keyword: str = "") -> Any:  # noqa: ANN401
                 one, name if is_schema else keyword if keyword in _VALUES else ""
             )
             for name, one in schema.items()
+            if not (is_schema and name in _NOTES)
         }
     if isinstance(schema, str) and keyword == "pattern":
         return _pattern(schema)
@@ -269,6 +286,108 @@ def _structural_tag(value: Any, whitespace: str | None) -> str:  # noqa: ANN401
     return grammar
 
 
+def _tools(value: Mapping[str, Any], whitespace: str | None) -> str:
+    """Calls of tools, and with the choice `auto` text around them.
+
+    `value` has the members of a `protocol.tools.ToolFormat`, the ids of its `special` tokens by their text, the `tools`
+    with name, schema and whether it is strict, the `choice`, whether several calls may come (`parallel`), and a grammar
+    of a `text` without calls, else any text is one.
+    """
+    special = value["special"]
+    marks = re.compile(f"({'|'.join(map(re.escape, special)) or '$^'})")
+
+    def written(text: str) -> str:
+        parts = [one for one in marks.split(text) if one]
+        return " ".join(f"<[{special[one]}]>" if one in special else _loose(one) for one in parts)
+
+    begin, mark = value["opens"] + value["before"], value["starts"][0]
+    more = f"({written(value['separator'] + value['before'])} call)*" if value["parallel"] else ""
+    rules, calls, bare = [f"end: {more} {written(value['closes'])}"], list[str](), list[str]()
+    for i, (name, schema, strict) in enumerate(value["tools"]):
+        arguments = json.dumps(_arguments(name, schema, strict, whitespace))
+        rules += [
+            f"rest_{i}: %json {arguments} {written(value['after'])}",
+            f"bare_{i}[lazy]: /{_BARE % _escaped(name)}/",
+        ]
+        calls.append(f"{written(name + value['between'])} rest_{i}")
+        bare.append(f"bare_{i} {_loose(' ')} rest_{i}")
+    rules.append(f"call: {' | '.join(calls)}")
+    if value["choice"] != "auto":
+        leads = f"<[{special[mark]}]>?" if value["bare"] and mark in special else ""
+        return "\n".join([f"start: {leads} {written(begin)} call end", *rules])
+    text, before = _ANY, "(?s:.*)"
+    if value["text"] is not None:
+        text, before = "text", r"\s*"
+        rules.append(f"text: %lark {{\n{value['text']}\n}}")
+    opened = f"/{before}/? <[{special[mark]}]> | head" if mark in special else "head"
+    rules += [
+        f"head[lazy]: /{before}{_escaped(mark)}/",
+        f"block: ({opened}) {written(begin.removeprefix(mark))} call end",
+    ]
+    again = value["parallel"] and value["text"] is None
+    start = f"block* {text}" if again else f"block | {text}"
+    if value["bare"] and value["text"] is None:
+        start += f" | ({' | '.join(bare)}) end"
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _loose(text: str) -> str:
+    """Lark for a text around whose punctuation there may be whitespace."""
+    if not text.strip():
+        return f"/{_GAP.replace('0', '1')}/?"
+    parts = [
+        f"{_GAP}{_escaped(one.strip())}{_GAP}" if i % 2 else _escaped(one)
+        for i, one in enumerate(_PUNCTUATION.split(text))
+    ]
+    return f"/{''.join(parts)}/"
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _arguments(name: str, schema: Any, strict: bool, whitespace: str | None) -> dict[str, Any]:  # noqa: ANN401
+    """The schema of a tool's arguments; that of any object if the tool is not strict, and its own cannot be enforced.
+
+    Raises:
+        UnsupportedParameterError: it is strict.
+    """
+    none = {"properties": {}, "additionalProperties": False}
+    try:
+        made = _schema({**(none if schema is None else schema), "type": "object"}, whitespace)
+        _probe(f"{HEADER}start: %json {json.dumps(made)}")
+    except RequestError as error:
+        if strict:
+            msg = f"of {name} {error}, or leave out strict"
+            raise UnsupportedParameterError(msg) from error
+        made = _schema({"type": "object"}, whitespace)
+    return made
+
+
+def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
+    """A grammar for what follows a model's reasoning, as one for both.
+
+    `reasoning` has the texts with which it `begins` and `ends`, the ids of `special` tokens by their text, and whether
+    it has begun `inside` the prompt. `is_free`: the text may end with the reasoning.
+    """
+    special, rules = reasoning["special"], list[str]()
+    for name, texts, text in (
+        ("begun", reasoning["begins"], r"\s*"),
+        ("ended", reasoning["ends"], "(?s:.*)"),
+    ):
+        ids = [str(special[one]) for one in texts if one in special]
+        tokens = f"/{text}/? <[{','.join(ids)}]> |" if ids else ""
+        rules += [
+            f"{name}: {tokens} {name}_text",
+            f"{name}_text[lazy]: /{text}({'|'.join(map(_escaped, texts))})/",
+        ]
+    after = f"ended {_loose(' ')} body" + (f" | {_ANY}" if is_free else "")
+    start = "after" if reasoning["inside"] else "begun after | body"
+    return "\n".join(
+        [f"start: {start}", f"after: {after}", *rules, f"body: %lark {{\n{grammar}\n}}"]
+    )
+
+
 KINDS: Mapping[str, tuple[Any, Any, str]] = {
     "json": (_json, (dict, str), "a schema, as an object or its JSON"),
     "json_object": (lambda _, whitespace: _json({"type": "object"}, whitespace), bool, "true"),
@@ -276,5 +395,6 @@ KINDS: Mapping[str, tuple[Any, Any, str]] = {
     "choice": (_choice, list, "a list of strings"),
     "grammar": (_ebnf, str, "a grammar in Lark or GBNF"),
     "structural_tag": (_structural_tag, (dict, str), "an object or its JSON"),
+    "tools": (_tools, dict, "a format, tools and a choice"),
 }
 """Kinds of grammars by vLLM's names, each with the function that writes it, and the types of its value in words."""

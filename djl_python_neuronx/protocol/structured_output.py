@@ -27,6 +27,8 @@ KIND_OF = {
     "structural_tag": "structural_tag",
 }
 """Fields that have a grammar of one kind. The type in the value of the others names it, or its key."""
+_KINDS = [kind for kind in KINDS if kind != "tools"]
+"""Those that a field may name."""
 FIELDS = frozenset({*KIND_OF, "response_format", "grammar", "structured_outputs"})
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
 _DESCRIPTION = ("schema", "name", "description", "strict")
@@ -92,7 +94,7 @@ def _asked(field: str, value: Any) -> Iterator[Asked]:  # noqa: ANN401
 def _structured_outputs(field: str, value: Mapping[str, Any]) -> Iterator[Asked]:
     """vLLM's: an object with one of the kinds, and options."""
     values = {key: one for key, one in value.items() if one is not None}
-    _check_members(field, values, (*KINDS, *_OPTIONS))
+    _check_members(field, values, (*_KINDS, *_OPTIONS))
     for key, kind, expected in (
         ("whitespace_pattern", str, "a regex"),
         ("disable_any_whitespace", bool, "true or false"),
@@ -107,7 +109,7 @@ def _structured_outputs(field: str, value: Mapping[str, Any]) -> Iterator[Asked]
     if not values.get("json_object", True):
         del values["json_object"]
     if not values:
-        msg = f"{field} has no grammar; expected one of {', '.join(KINDS)}"
+        msg = f"{field} has no grammar; expected one of {', '.join(_KINDS)}"
         raise RequestError(msg, field)
     for key, one in values.items():
         yield f"{field}.{key}", key, one, whitespace

@@ -1,0 +1,296 @@
+"""Grammars of calls and of what follows reasoning: what they accept, written out as the models' templates have it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance", reason="enforces them")
+
+from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.grammar import Vocabulary, checked, matcher
+from djl_python_neuronx.protocol.tools import TOOL_FORMATS, ToolFormat
+
+SPECIAL = {
+    one: 300 + i
+    for i, one in enumerate(
+        ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", "<think>", "</think>")
+    )
+}
+END = 300 + len(SPECIAL)
+TOKENS = Vocabulary(
+    [*(bytes([i]) for i in range(256)), *[b""] * 44, *map(str.encode, SPECIAL), b"</s>"],
+    [*SPECIAL.values(), END],
+    END,
+).tables
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "A town.", "default": "Bath"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+UNIQUE = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+TOOLS = [("get", UNIQUE, False), ("get_weather", WEATHER, True), ("now", None, False)]
+BATH, OSLO = '{"city": "Bath }"}', '{"city":"Oslo","days":2}'
+DS = "<\uff5ctool\u2581{}\uff5c>"
+CALLS, ENDS, BEGIN, END_ONE, SEP = (
+    DS.format(one)
+    for one in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+)
+
+
+@dataclass
+class Written:
+    """Texts of a format, by hand from the chat templates of models that have it."""
+
+    one: str
+    two: str
+    other: str
+    """With other whitespace, as some models write it."""
+
+
+WRITTEN: Mapping[str, Written] = {
+    "hermes": Written(
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {BATH}}}\n</tool_call>',
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {BATH}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        f'<tool_call>{{"name":"get_weather","arguments":{OSLO}}}</tool_call>',
+    ),
+    "granite <|tool_call|>": Written(
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {BATH}}}]',
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {BATH}}}, {{"name": "now", "arguments": {{}}}}]',
+        f'<|tool_call|> [{{"name":"get_weather","arguments":{OSLO}}}]',
+    ),
+    "granite <tool_call>": Written(
+        f'<tool_call>[{{"name": "get_weather", "arguments": {BATH}}}]',
+        f'<tool_call>[{{"name": "get_weather", "arguments": {BATH}}}, {{"name": "now", "arguments": {{}}}}]',
+        f'<tool_call>\n[ {{"name":"get_weather","arguments":{OSLO}}} ]',
+    ),
+    "mistral [ARGS]": Written(
+        f"[TOOL_CALLS]get_weather[ARGS]{BATH}",
+        f"[TOOL_CALLS]get_weather[ARGS]{BATH}[TOOL_CALLS]now[ARGS]{{}}",
+        f"[TOOL_CALLS]get_weather[ARGS]{OSLO}",
+    ),
+    "mistral [TOOL_CALLS][": Written(
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {BATH}}}]',
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {BATH}}}, {{"name": "now", "arguments": {{}}}}]',
+        f'[TOOL_CALLS] [{{"name":"get_weather","arguments":{OSLO}}}]',
+    ),
+    "llama3_json": Written(
+        f'{{"name": "get_weather", "parameters": {BATH}}}',
+        f'{{"name": "get_weather", "parameters": {BATH}}}; {{"name": "now", "parameters": {{}}}}',
+        f'{{"name":"get_weather","parameters":{OSLO}}}',
+    ),
+    "deepseek_v3": Written(
+        f"{CALLS}{BEGIN}function{SEP}get_weather\n```json\n{BATH}\n```{END_ONE}{ENDS}",
+        f"{CALLS}{BEGIN}function{SEP}get_weather\n```json\n{BATH}\n```{END_ONE}\n"
+        f"{BEGIN}function{SEP}now\n```json\n{{}}\n```{END_ONE}{ENDS}",
+        f"{CALLS}{BEGIN}function{SEP}get_weather\n```json\n{OSLO}\n```{END_ONE}{ENDS}",
+    ),
+    "deepseek_v31": Written(
+        f"{CALLS}{BEGIN}get_weather{SEP}{BATH}{END_ONE}{ENDS}",
+        f"{CALLS}{BEGIN}get_weather{SEP}{BATH}{END_ONE}{BEGIN}now{SEP}{{}}{END_ONE}{ENDS}",
+        f"{CALLS}{BEGIN}get_weather{SEP}{OSLO}{END_ONE}{ENDS}",
+    ),
+}
+
+
+def value(
+    name: str, choice: str, special: Mapping[str, int], *, parallel: bool = True
+) -> dict[str, Any]:
+    form = next(
+        one
+        for one in TOOL_FORMATS
+        if one.name == name.split()[0] and all(part in texts(one) for part in name.split()[1:])
+    )
+    tools = TOOLS[2:] if choice == "named" else TOOLS
+    return {
+        **vars(form),
+        "special": special,
+        "tools": tools,
+        "choice": choice,
+        "parallel": parallel,
+        "text": None,
+    }
+
+
+def texts(form: ToolFormat) -> str:
+    return f"{form.before} {form.between} {form.opens}"
+
+
+def accepts(grammar: str, text: str, known: Mapping[str, int]) -> bool:
+    """True if the text fulfils a grammar, its special tokens as such."""
+    parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+    ids = [one for part in parts for one in ([known[part]] if part in known else part.encode())]
+    compiled = matcher(grammar, TOKENS)
+    num_read: int = compiled.try_consume_tokens(ids)
+    return num_read == len(ids) and bool(compiled.is_accepting())
+
+
+def test_calls_of_each_format_are_accepted_as_the_choice_asks_and_others_are_not() -> None:
+    """With marks that are special tokens, and with the same text in ordinary ones."""
+    assert {one.split()[0] for one in WRITTEN} == {one.name for one in TOOL_FORMATS}
+    wrong = []
+    for name, written in WRITTEN.items():
+        mark = re.match(r"<[^>]*>|\[[A-Z_]+]|", written.one)[0]  # type: ignore[index]
+        cut = written.one[: len(written.one) // 2]
+        first, named = (
+            one.replace("get_weather", "now").replace(BATH, "{}")
+            for one in (written.one, written.two)
+        )
+        unknown = written.one.replace("get_weather", "got")
+        unfit = written.one.replace(BATH, '{"days": 2}')
+        free = ["", "Hello.\n", '{"name": "Alice"}', '{"name": "get", "age": 2}', '[{"a": 1}]']
+        for known in ({}, SPECIAL):
+            grammars = {
+                how: checked("tools", json.dumps([value(name, choice, known, parallel=many), None]))
+                for how, choice, many in (
+                    ("auto", "auto", True),
+                    ("one of auto", "auto", False),
+                    ("required", "required", True),
+                    ("one", "required", False),
+                    ("named", "named", False),
+                )
+            }
+            calls = [written.one, written.other]
+            wanted = {
+                "auto": ([*free, *calls, written.two], [unfit, cut if mark else unfit]),
+                "one of auto": ([*free, *calls], [unfit, written.two]),
+                "required": ([*calls, written.two], [*free, unknown, unfit, cut]),
+                "one": (calls, [*free, unknown, unfit, written.two]),
+                "named": ([first], [*free, *calls, named]),
+            }
+            if mark:
+                beside = [f"Hello.\n{written.one}", f"Hello <{written.two}"]
+                wanted["auto"][0].extend([*beside, f"{written.one} Hello {written.one}"])
+                wanted["auto"][1].extend([mark, f"Hello {mark}", unknown, f"{mark}{mark}"])
+                wanted["one of auto"][0].extend(beside[:1])
+                wanted["one of auto"][1].extend([mark, beside[1], f"{written.one}{mark}"])
+            for how, (good, bad) in wanted.items():
+                wrong += [
+                    (name, how, bool(known), text)
+                    for text in (*good, *bad)
+                    if accepts(grammars[how], text, known) != (text in good)
+                ]
+    assert wrong == []
+
+
+def test_a_call_without_a_mark_is_held_from_its_name_and_arguments_on() -> None:
+    grammar = checked("tools", json.dumps([value("llama3_json", "auto", {}), None]))
+    cases = {
+        f' {{"type": "function", "name": "get_weather", "parameters": {BATH}}}': True,
+        f'{{"id": 7, "name": "get_weather", "arguments": {BATH}}}': True,
+        '{"type": "function", "name": "get_weather", "parameters": {}}': False,
+        '{"name": "get_weather", "id": "a\\"b", "parameters": {}}': False,
+        '{"name": "get_weather", "parameters": 5}': False,
+        f'{{"name": "get_weather", "parameters": {BATH}}} and': False,
+        f'So: {{"name": "get_weather", "parameters": {BATH}}} and': True,
+        '{"name": "got", "parameters": 5}': True,
+        '{"names": "get_weather", "parameters": 5}': True,
+        '{"name": "get_weather", "size": 1, "parameters": 5}': True,
+        '{"name": "get_weather"}': True,
+        '{"tools": [{"name": "get_weather", "parameters": 5}]}': True,
+        '["a"] {': True,
+    }
+    assert [text for text, good in cases.items() if accepts(grammar, text, {}) != good] == []
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_name_or_means_any_object() -> None:
+    def written(*, strict: bool) -> str:
+        tools = [("a", UNIQUE, strict)]
+        return checked(
+            "tools", json.dumps([{**value("hermes", "required", {}), "tools": tools}, None])
+        )
+
+    def call(arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "a", "arguments": {arguments}}}\n</tool_call>'
+
+    grammar = written(strict=False)
+    texts = {call('{"tags": [1, 1], "b": {"c": null}}'): True, call("[]"): False, call("1"): False}
+    assert {text: accepts(grammar, text, {}) for text in texts} == texts
+    with pytest.raises(
+        RequestError, match=r"of a cannot be enforced: .*uniqueItems.*, or leave out strict"
+    ):
+        written(strict=True)
+
+
+REASONING = {"begins": ["<think>"], "ends": ["</think>", "<end>"]}
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TAG = {"structures": [{"begin": "<f=x>", "schema": PLACE, "end": "</f>"}], "triggers": ["<f="]}
+KINDS: Mapping[str, tuple[Any, str, str]] = {
+    "json": (PLACE, '{"city": "Bath"}', '{"town": "Bath"}'),
+    "json_object": (True, "{}", "[]"),
+    "regex": ("[ab]+}", "ab}", "abc"),
+    "choice": (["a", "b"], "a", "c"),
+    "grammar": ('%ignore / /\nstart: "a" B\nB: /[}{]/', "a }", "a"),
+    "structural_tag": (TAG, 'so <f=x>{"city": "Bath"}</f>', "<f=y>"),
+    "tools": ("required", WRITTEN["hermes"].one, "hello"),
+}
+
+
+def test_a_grammar_begins_behind_the_reasoning_that_a_text_may_begin_with() -> None:
+    thought = "So <tool_call>, \n{ <thin"
+    wrong = []
+    for known in ({}, SPECIAL):
+        for inside in (False, True):
+            reasoning = {**REASONING, "special": known, "inside": inside}
+            begin = "" if inside else "<think>"
+            for kind, (asked, good, bad) in KINDS.items():
+                given = value("hermes", "required", known) if kind == "tools" else asked
+                grammar = checked(kind, json.dumps([given, None, reasoning]))
+                cases = {
+                    good: not inside,
+                    f"{begin}{thought}</think>{good}": True,
+                    f"{begin}</think>\n\n{good}": True,
+                    f"{begin}{thought}<end> {good}": True,
+                    f"{begin}{thought}</think>{bad}": False,
+                    f"{begin}{thought}": False,
+                    bad: False,
+                }
+                wrong += [
+                    (kind, inside, bool(known), text)
+                    for text, fits in cases.items()
+                    if accepts(grammar, text, known) != fits
+                ]
+            grammar = checked(
+                "tools", json.dumps([value("hermes", "auto", known), None, reasoning])
+            )
+            call = WRITTEN["hermes"].one
+            cases = {
+                f"{begin}{thought}": True,
+                f"{begin}{thought}</think>\n\nHello {call}": True,
+                f"{begin}{thought}</think>": True,
+                f"{begin}{thought}</think><tool_call>": False,
+                "Hello <think>": not known,  # no special token but marks
+                "Hello <tool_call>": inside,
+            }
+            wrong += [
+                ("auto", inside, bool(known), text)
+                for text, fits in cases.items()
+                if accepts(grammar, text, known) != fits
+            ]
+    assert wrong == []
+
+
+def test_a_text_beside_calls_may_have_a_grammar_too() -> None:
+    for name, known in (("hermes", {}), ("mistral [ARGS]", SPECIAL), ("llama3_json", SPECIAL)):
+        text = checked("json", json.dumps([PLACE, None]))
+        grammar = checked("tools", json.dumps([{**value(name, "auto", known), "text": text}, None]))
+        call = f"<|python_tag|>{WRITTEN[name].one}" if name == "llama3_json" else WRITTEN[name].one
+        cases = {
+            '{"city": "Bath"}': True,
+            '{"name": 1}': False,
+            "Hello": False,
+            call: True,
+            f"\n{call}": True,
+            f'{call}{{"city": "Bath"}}': False,
+        }
+        assert {one: accepts(grammar, one, known) for one in cases} == cases, name
