@@ -191,7 +191,7 @@ def exposition(models: Mapping[str, Metrics]) -> bytes:
 
     found: dict[str, Any] = {}
     for name, (doc, _) in _GATEWAY.items():
-        found[name] = GaugeMetricFamily(name, doc, labels=["model_name"])
+        found[name] = GaugeMetricFamily(name, doc, labels=["model_name", "model"])
     for model, metrics in models.items():
         totals: dict[str, float] = defaultdict(float)
         for metric in metrics.registry.collect():
@@ -205,7 +205,7 @@ def exposition(models: Mapping[str, Metrics]) -> bytes:
             value = totals[f"{NAMESPACE}_{gauge}"]
             for one in whole:
                 value /= totals[f"{NAMESPACE}_{one}"] or 1.0
-            found[name].add_metric([model], value)
+            found[name].add_metric([model, model], value)
     return generate_latest(SimpleNamespace(collect=found.values))
 
 

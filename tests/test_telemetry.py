@@ -117,7 +117,9 @@ def test_gateways_read_one_series_a_model_under_vllms_names() -> None:
     found = {key: value for key, value in samples(**models).items() if key[0].startswith("vllm:")}
     wanted = {"num_requests_running": 4.0, "num_requests_waiting": 7.0, "kv_cache_usage_perc": 0.25}
     assert found == {
-        (f"vllm:{name}", frozenset({("model_name", model)})): value if model == "a" else 0.0
+        (f"vllm:{name}", frozenset({("model_name", model), ("model", model)})): value
+        if model == "a"
+        else 0.0
         for name, value in wanted.items()
         for model in models
     }
