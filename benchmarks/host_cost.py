@@ -44,8 +44,10 @@ from djl_python_neuronx.engine.loop import LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.engine.worker import EngineThread
+from djl_python_neuronx.grammar import checked
 from djl_python_neuronx.protocol.base import Formatter, ParseContext
 from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.tools import TOOL_FORMATS
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.telemetry import Metrics, Recorder
 from djl_python_neuronx.types import GenerationRequest
@@ -78,9 +80,22 @@ SETTINGS = {
     "ngrams": replace(TOPK_TOPP, no_repeat_ngram_size=3),
     "min_tokens": SamplingParams(min_new_tokens=1),
     "greedy_grammar": SamplingParams(),
+    "auto_tools": SamplingParams(),
 }
-GRAMMARS = {"greedy_grammar": "start: /( t[0-9]+)*!/"}
-"""Of the settings whose rows have one. All tokens may follow, and the text never ends: no token has its last letter."""
+CALLS = {
+    **vars(TOOL_FORMATS[0]),
+    "special": {},
+    "tools": [(f"tool_{i}", {"properties": {"a": {"type": "string"}}}, True) for i in range(20)],
+    "choice": "auto",
+    "parallel": True,
+    "text": None,
+}
+GRAMMARS = {
+    "greedy_grammar": "start: /( t[0-9]+)*!/",
+    "auto_tools": checked("tools", orjson.dumps([CALLS, None]).decode()),
+}
+"""Of the settings whose rows have one. All tokens may follow, and the first one's text never ends: no token has its
+last letter. The second is of free text and 20 tools, with no token in which a call opens."""
 USUAL = ("greedy", "topk_topp", "topp", "topk_topp_rep")
 
 

@@ -518,10 +518,18 @@ def test_openais_client_parses_a_model_of_pydantic() -> None:
         assert raised.value.param == "response_format.json_schema.schema"
 
 
-def test_what_a_grammar_forces_is_proposed_as_drafts() -> None:
-    """A text of which each byte follows from the first takes fewer steps, and is the same; nothing in it repeats."""
+@pytest.mark.parametrize("special", [False, True])
+def test_what_a_grammar_forces_is_proposed_as_drafts(special: bool) -> None:
+    """A text of which each byte follows from the first takes fewer steps, and is the same; nothing in it repeats.
+
+    `special`: a special token, which has no text, stands behind the third byte, and the text is a byte shorter.
+    """
     words = ["abcdefghijkl"[i:] + "abcdefghijkl"[:i] for i in range(12)]
     one = {**SAMPLED, "seed": 3, "guided_choice": words}
+    if special:
+        words = [word[:-1] for word in words]
+        rules = " | ".join(f'"{word[:3]}" <[0]> "{word[3:]}"' for word in words)
+        one = {**SAMPLED, "seed": 3, "guided_grammar": f"start: {rules}"}
     found, num_steps = [], []
     for spec in (SPEC, VERIFIES):
         tokenizer, backend = ByteTokenizer(), ToyBackend(spec)
