@@ -14,6 +14,7 @@ from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.sampling import SamplingParams
+from djl_python_neuronx.telemetry import METRICS
 from djl_python_neuronx.types import FinishReason
 
 ROOT = Path(__file__).parents[1]
@@ -130,3 +131,37 @@ def test_the_life_of_an_option_has_at_most_12_files() -> None:
     life = text.partition("## Life of an option\n")[2].partition("\n## ")[0]
     steps = re.findall(r"^\d+\. `([\w/]+\.py)`", life, re.MULTILINE)
     assert 8 <= len(steps) <= 12
+
+
+TGI_METRICS = """
+    batch_current_max_tokens batch_current_size batch_decode_duration batch_filter_duration batch_forward_duration
+    batch_inference_count batch_inference_duration batch_inference_success batch_next_size queue_size request_count
+    request_duration request_failure request_generated_tokens request_inference_duration request_input_length
+    request_max_new_tokens request_mean_time_per_token_duration request_queue_duration request_skipped_tokens
+    request_success request_validation_duration
+"""
+"""Without the prefix `tgi_`. Source: text-generation-inference db931fc, docs/source/reference/metrics.md, and
+backends/v3/src/backend.rs."""
+VLLM_METRICS = """
+    cache_config_info e2e_request_latency_seconds generation_tokens gpu_cache_usage_perc inter_token_latency_seconds
+    iteration_tokens_total kv_cache_usage_perc lora_requests_info num_preemptions num_requests_running
+    num_requests_waiting prefix_cache_hits prefix_cache_queries prompt_tokens request_decode_time_seconds
+    request_generation_tokens request_inference_time_seconds request_max_num_generation_tokens
+    request_params_max_tokens request_params_n request_prefill_time_seconds request_prompt_tokens
+    request_queue_time_seconds request_success request_time_per_output_token_seconds
+    spec_decode_num_accepted_tokens spec_decode_num_draft_tokens spec_decode_num_drafts time_per_output_token_seconds
+    time_to_first_token_seconds
+"""
+"""Without the prefix `vllm:`. Source: vLLM 005a810b, v1/metrics/loggers.py and v1/spec_decode/metrics.py."""
+
+
+def test_each_metric_of_vllm_and_tgi_has_a_row_that_names_metrics_of_ours() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    chapter = page.split("## Metrics of vLLM and TGI")[1]
+    rows = [line.strip()[1:-1].split("|") for line in chapter.splitlines() if line[:1] == "|"]
+    theirs = {name for row in rows for cell in row[:2] for name in re.findall(r"`([^`]+)`", cell)}
+    assert {f"tgi_{name}" for name in TGI_METRICS.split()} <= theirs
+    assert {f"vllm:{name}" for name in VLLM_METRICS.split()} <= theirs
+    ours = {name for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
+    labels = {label for metric in METRICS.values() for label in metric.labels}
+    assert ours <= METRICS.keys() | labels | {"_count", "queue"}
