@@ -52,9 +52,9 @@ class ServerOptions(OptionGroup):
 
     api_key_file: Annotated[LocalPath | None, _OPERATOR] = None
     """File with API keys, one in each line; empty lines and lines that begin with `#` are skipped. Every request needs
-    one of them as `Authorization: Bearer <key>`, except `/ping`, `/health` and the page; others get 401.
-    The variable `DJL_NEURONX_API_KEY` has further keys, separated by commas. Both are read at the start, the file
-    again at SIGHUP. A relative path begins at the working directory. An error under DJL Serving, which checks no
+    one of them as `Authorization: Bearer <key>` or `x-api-key: <key>`, except `/ping`, `/health` and the page; others
+    get 401. The variable `DJL_NEURONX_API_KEY` has further keys, separated by commas. Both are read at the start, the
+    file again at SIGHUP. A relative path begins at the working directory. An error under DJL Serving, which checks no
     keys."""
     cors_allow_origins: Annotated[Origins | None, _OPERATOR] = None
     """Web sites whose pages may use the server: CORS headers are sent to them. Default: none."""

@@ -59,6 +59,8 @@ class Delta(NamedTuple):
     """Tokens of the prompt that were in the cache and not run again."""
     prompt: tuple[Token, ...] = ()
     """The next tokens of the prompt, from the second on, with their scores; nothing else comes with them."""
+    stop: str = ""
+    """The stop string that ended the text, if one did."""
 
     @property
     def finished(self) -> bool:
@@ -116,7 +118,7 @@ class TextStream:
         ids = output.token_ids
         scores, top = output.logprobs, output.top
         tokens: list[Token] = []
-        text, stopped = "", False
+        text, stop = "", ""
         last = len(ids) - 1 if reason is not None else -1
         for i, token_id in enumerate(ids):
             ends = i == last and reason is FinishReason.EOS
@@ -126,20 +128,20 @@ class TextStream:
             shown = "" if hidden else self._detokenizer.feed(token_id)
             if self._stops or i == last:
                 early = self.num_generated + i < self._min_tokens
-                shown, stopped = self._show(shown, ends=i == last, early=early)
+                shown, stop = self._show(shown, ends=i == last, early=early)
             if ends and hidden and self._request.include_stop:
                 shown += self.stop_tokens.get(token_id, "")
             score = scores[i] if scores is not None else None
             others = self._named(top[i]) if top else ()
             tokens.append(Token(token_id, shown, score, special, others))
             text += shown
-            if stopped:
+            if stop:
                 break
         self.num_generated += len(tokens)
         if reason is not None and not ids:
             early = self.num_generated <= self._min_tokens
-            text, stopped = self._show("", ends=True, early=early)
-        reason = FinishReason.STOP if stopped else reason
+            text, stop = self._show("", ends=True, early=early)
+        reason = FinishReason.STOP if stop else reason
         self._closed = reason is not None
         return Delta(
             self._request.request_id,
@@ -150,6 +152,7 @@ class TextStream:
             len(self._request.prompt_ids),
             self.num_generated,
             min(self.num_cached, len(self._request.prompt_ids)),
+            stop=self.stop_tokens.get(ids[-1], "") if reason is FinishReason.EOS else stop,
         )
 
     def use(self, tokenizer: Tokenizer) -> None:
@@ -185,30 +188,30 @@ class TextStream:
             ]
         )
 
-    def _show(self, text: str, *, ends: bool, early: bool) -> tuple[str, bool]:
-        """The text that becomes readable with `text`, and whether a stop string ends it there; none does `early`.
+    def _show(self, text: str, *, ends: bool, early: bool) -> tuple[str, str]:
+        """The text that becomes readable with `text`, and the stop string that ends it there; none does `early`.
 
         Text that could still become a stop string is held back until `ends`.
         """
         if ends:
             text += self._detokenizer.flush()
         if not self._stops:
-            return text, False
+            return text, ""
         pending = self._held + text
         found = [
-            (end, -len(stop.text))
+            (end, -len(stop.text), stop.text)
             for stop in self._stops
             if (end := stop.find_end(text, early=early)) is not None
         ]
         if found:
-            end, negative_len = min(found)  # the first to end, of those the longest
+            end, negative_len, stop_text = min(found)  # the first to end, of those the longest
             cut = 0 if self._request.include_stop else negative_len
-            return pending[: len(self._held) + end + cut], True
+            return pending[: len(self._held) + end + cut], stop_text
         shows = ends or self._request.include_stop
         held_back = 0 if shows else max(stop.matched for stop in self._stops)
         readable = len(pending) - held_back
         self._held = pending[readable:]
-        return pending[:readable], False
+        return pending[:readable], ""
 
 
 class _StopString:

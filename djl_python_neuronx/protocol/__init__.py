@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
+from djl_python_neuronx.protocol.anthropic import CountProtocol, MessagesProtocol
 from djl_python_neuronx.protocol.base import (
     ParseContext,
     ParsedRequest,
@@ -19,6 +20,7 @@ from djl_python_neuronx.protocol.base import (
 from djl_python_neuronx.protocol.bedrock import BedrockProtocol
 from djl_python_neuronx.protocol.custom import CustomFormatters
 from djl_python_neuronx.protocol.lmi import LmiProtocol
+from djl_python_neuronx.protocol.openai import OpenAiErrorBody
 from djl_python_neuronx.protocol.openai_chat import ChatProtocol
 from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
 from djl_python_neuronx.protocol.parameters import shown_name
@@ -40,10 +42,14 @@ PROTOCOLS: tuple[WireProtocol, ...] = (
     PlainProtocol(),
     BedrockProtocol(),
     LmiProtocol(),
+    MessagesProtocol(),
+    CountProtocol(),
     ChatProtocol(),
     CompletionProtocol(),
     TokenizeProtocol(),
 )
+_WITHOUT_ENGINE = (*TokenizeProtocol.paths, *CountProtocol.paths)
+"""Paths whose answers are complete when a request is parsed; functions of `model.py` have no part in them."""
 _DEFAULT = LmiProtocol()
 """The protocol of requests and errors that belong to no other."""
 
@@ -75,9 +81,10 @@ def _shapes(protocols: Sequence[WireProtocol]) -> str:
 
 
 def beside(path: str) -> list[WireProtocol]:
-    """The protocols with paths below the same root: a path that does not exist, `/v1/embeddings`, is OpenAI's too."""
-    root = path.split("/")[1:2]
-    return [one for one in PROTOCOLS if root in [own.split("/")[1:2] for own in one.paths]]
+    """The protocols of a path or above it. One below `/v1/` that does not exist, `/v1/embeddings`, is OpenAI's."""
+    below = [one for one in PROTOCOLS for own in one.paths if f"{path}/".startswith(f"{own}/")]
+    is_openai = path.startswith("/v1/")
+    return below or [one for one in PROTOCOLS if is_openai and one.error is OpenAiErrorBody]
 
 
 def answer_error(error: ServingError, *, protocol: str = "", path: str = "") -> tuple[int, bytes]:
@@ -113,7 +120,7 @@ def parse_body(
             return payload
         return decode(body, context.headers, context.path)
 
-    if custom is not None and context.path not in TokenizeProtocol.paths:
+    if custom is not None and context.path not in _WITHOUT_ENGINE:
         return custom.parse(body, context, decoded, _parse)
     return _parse(decoded(), context)
 

@@ -138,6 +138,8 @@ class Answer:
         """See `Delta.num_cached_tokens`."""
         self.finish_reason: FinishReason | None = None
         """None until the end."""
+        self.stop = ""
+        """See `Delta.stop`."""
         self._parts: list[str | Call] = [text]
         """The content, with calls in their places."""
         self._thoughts: list[str] = []
@@ -163,7 +165,7 @@ class Answer:
             self.tokens += delta.tokens
         self.num_tokens = delta.num_generated_tokens
         self.num_cached = delta.num_cached_tokens
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self.stop = delta.finish_reason, delta.stop
 
     def events(self, delta: Delta) -> list[Event]:
         """The events of a delta that it has taken, for a stream. The scores of a prompt are part of its start."""

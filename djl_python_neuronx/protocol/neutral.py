@@ -3,7 +3,8 @@
 Clients send these values without a thought. Source: OpenAI's API reference, 2026-11; vllm 002032ee,
 vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, and 0.6 to 0.11, sampling_params.py;
 sglang 004c82e0, srt/entrypoints/openai/protocol.py; text-generation-inference db931fcf, router/src/lib.rs; djl-serving
-0.31, lmi_input_output_schema.md; transformers 4.57, GenerationConfig.
+0.31, lmi_input_output_schema.md; transformers 4.57, GenerationConfig; anthropic 2.14 (PyPI),
+types/message_create_params.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FIELDS = """
 [] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction
 [] | prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank sequence_bias
 [] | stop_regex task verbosity watermarking_config
-[] | web_search_options
+[] | container web_search_options
 [false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
 [false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
 [false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts
@@ -31,7 +32,7 @@ _FIELDS = """
 [1] | best_of encoder_repetition_penalty guidance_scale length_penalty num_beam_groups num_beams num_return_sequences
 [1] | stream_interval
 [-1] | thinking_token_budget
-[[]] | documents functions logits_processors tools
+[[]] | documents functions logits_processors mcp_servers tools
 [{}] | custom_params ec_transfer_params extra_args extra_body images_config kv_transfer_params
 [{}] | media_io_kwargs mm_processor_kwargs session_params vllm_xargs
 [""] | suffix
@@ -43,6 +44,8 @@ _FIELDS = """
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 """Field to the one beside it that switches it off with "none"."""
 _NO_EFFECT = (
+    "anthropic_beta anthropic_version betas cache_control context_management diagnostics inference_geo speed "
+    "user_profile_id "
     "custom_labels guided_decoding_backend metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
     "prompt_cache_retention request_id rid service_tier session_id store tool_prompt"
 )

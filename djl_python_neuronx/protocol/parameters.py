@@ -325,6 +325,7 @@ class GenerationParameters(RequestModel):
         if context.options.fairness_key == "api_key":
             # A server with keys has checked it, and put the key's digest there.
             name = context.headers.get("authorization", "").partition(" ")[2].strip()
+            name = name or context.headers.get("x-api-key", "").strip()
         else:
             field = "user" if self.safety_identifier in (None, "") else "safety_identifier"
             name = getattr(self, field)

@@ -78,7 +78,8 @@ class Ready:
 
     content_type = "application/json"
 
-    def __init__(self, answer: Tokens | PromptText | list[TokenPiece]) -> None:
+    def __init__(self, answer: object) -> None:
+        """`answer`: a value for JSON."""
         self._body = orjson.dumps(answer)
 
     def feed(self, _delta: Delta) -> bytes:

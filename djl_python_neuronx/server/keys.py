@@ -19,7 +19,11 @@ from djl_python_neuronx.errors import ConfigError, UnauthorizedError
 from djl_python_neuronx.server.http import PROBES
 from djl_python_neuronx.server.responses import error_response
 
-MISSING = "no valid API key; send one as the header `Authorization: Bearer <key>`"
+MISSING = (
+    "no valid API key; send one as the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
+)
+_OTHER = b"x-api-key"
+"""Anthropic's header for keys."""
 _KEY = re.compile(rb"[\x21-\x7e]+")
 
 
@@ -74,7 +78,7 @@ class KeyCheck:
         """See ASGI."""
         digest = self._admitted(scope["headers"])
         if digest is not None:
-            others = [one for one in scope["headers"] if one[0] != b"authorization"]
+            others = [one for one in scope["headers"] if one[0] not in (b"authorization", _OTHER)]
             headers = [*others, (b"authorization", b"Bearer " + digest.hex().encode())]
             scope = {**scope, "headers": headers}
         if scope["path"] in PROBES or digest is not None:
@@ -89,7 +93,11 @@ class KeyCheck:
         found = None
         for name, value in headers:
             scheme, _, key = value.partition(b" ")
-            if name == b"authorization" and scheme.lower() == b"bearer":
+            if name == _OTHER:
+                scheme, key = b"bearer", value
+            elif name != b"authorization":
+                continue
+            if scheme.lower() == b"bearer":
                 sent = _digest(key.strip())
                 for digest in self._digests:
                     if hmac.compare_digest(sent, digest):

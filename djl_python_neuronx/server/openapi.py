@@ -29,7 +29,10 @@ from djl_python_neuronx.protocol import PROTOCOLS, beside
 JSON = "application/json"
 _WHOLE = frozenset({JSON, "text/plain"})
 """Media types whose body is one value. A body of any other is a stream of values."""
-_KEY = {"bearer": {"type": "http", "scheme": "bearer"}}
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 _Types = Mapping[str, Any]
@@ -71,7 +74,7 @@ def document(routes: Iterable[Route], free: Container[str]) -> bytes:
         "openapi": "3.1.0",
         "info": {"title": "djl-neuronx", "version": package_version()},
         "paths": paths,
-        "components": {"schemas": definitions["$defs"], "securitySchemes": _KEY},
+        "components": {"schemas": definitions["$defs"], "securitySchemes": _KEYS},
     }
     return orjson.dumps(made)
 
@@ -97,7 +100,7 @@ def _operation(route: Route, schemas: _Schemas, *, keyed: bool) -> dict[str, Any
         if route.param_convertors:
             errors += (UnknownModelError,)
     if keyed:
-        operation["security"] = [{"bearer": []}]
+        operation["security"] = [{name: []} for name in _KEYS]
     shapes: dict[int, list[_Types]] = defaultdict(list)
     for error in errors:
         if error is UnauthorizedError and not keyed:
@@ -131,4 +134,5 @@ def _content(bodies: Iterable[_Types], schemas: _Schemas) -> dict[str, Any]:
 
 
 def _phrase(status: int) -> str:
-    return HTTPStatus(status).phrase if status in set(HTTPStatus) else "Client Closed Request"
+    own = {499: "Client Closed Request", 529: "Overloaded"}
+    return own[status] if status in own else HTTPStatus(status).phrase

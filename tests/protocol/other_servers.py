@@ -219,6 +219,37 @@ CHAT: dict[str, dict[str, Any]] = {
         "response_format": None,
     },
 }
+MESSAGES: dict[str, dict[str, Any]] = {
+    "anthropic 2.14, types/message_create_params.py and types/beta/message_create_params.py": {
+        "max_tokens": 9,
+        "betas": ["files-api-2025-04-14"],
+        "cache_control": {"type": "ephemeral"},
+        "container": None,
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        "diagnostics": {"previous_message_id": None},
+        "inference_geo": "eu",
+        "mcp_servers": [],
+        "metadata": {"user_id": "me"},
+        "output_config": {"effort": None, "format": None},
+        "output_format": None,
+        "service_tier": "auto",
+        "speed": "fast",
+        "stop_sequences": [],
+        "stream": False,
+        "system": "",
+        "temperature": 1,
+        "thinking": {"type": "disabled"},
+        "tools": [],
+        "top_k": 0,
+        "top_p": 1,
+        "user_profile_id": "a",
+    },
+    "AWS's Bedrock user guide, Anthropic Claude Messages API": {
+        "max_tokens": 9,
+        "anthropic_beta": ["computer-use-2025-01-24"],
+        "anthropic_version": "bedrock-2023-05-31",
+    },
+}
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "OpenAI's API reference, 2026-11": {**_OPENAI, "best_of": 1, "echo": False, "suffix": None},
     "vllm 002032ee, vllm/entrypoints/openai/completion/protocol.py": {

@@ -8,17 +8,23 @@ from typing import Any
 import pytest
 
 from djl_python_neuronx.errors import UnsupportedParameterError
+from djl_python_neuronx.protocol.anthropic import MessagesParameters
 from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.protocol.tokenize import TokenizeBody
-from tests.protocol.other_servers import CHAT, COMPLETIONS, GENERATE, TOKENIZE
+from tests.protocol.other_servers import CHAT, COMPLETIONS, GENERATE, MESSAGES, TOKENIZE
 from tests.protocol.parsing import parse
 
 
 def chat(fields: Mapping[str, Any]) -> None:
     parse({"messages": [{"role": "user", "content": "<5>"}], **fields}, path="/v1/chat/completions")
+
+
+def message(fields: Mapping[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "<5>"}], "max_tokens": 9, **fields}
+    parse(body, path="/v1/messages")
 
 
 def tokenize(fields: Mapping[str, Any]) -> None:
@@ -38,6 +44,7 @@ ROUTES = pytest.mark.parametrize(
     ("send", "servers", "model"),
     [
         (chat, CHAT, ChatParameters),
+        (message, MESSAGES, MessagesParameters),
         (complete, COMPLETIONS, CompletionParameters),
         (generate, GENERATE, Parameters),
         (tokenize, TOKENIZE, TokenizeBody),
@@ -84,6 +91,7 @@ def test_all_other_values_are_refused_by_name(send: Any, servers: Any, model: An
 
 
 def test_the_table_has_no_field_that_no_server_has() -> None:
-    tables = [fields for servers in (CHAT, COMPLETIONS, GENERATE) for fields in servers.values()]
+    every = (CHAT, MESSAGES, COMPLETIONS, GENERATE)
+    tables = [fields for servers in every for fields in servers.values()]
     known = {name for fields in tables for name in fields}
     assert {*NEUTRAL, *WITHOUT_EFFECT} <= known

@@ -144,6 +144,38 @@ WITH_TOP = {"top_tokens": [[LMI, LMI]]}
 OTHER = {"finish_reason": "length", "generated_tokens": 1, "tokens": [LMI], "generated_text": "b"}
 TGI_OTHER = {**TGI_DETAILS, "generated_text": "b"}
 USAGE_CHUNK = [chunk(CHAT, None, usage=USAGE)]
+MESSAGES_USAGE = {
+    "input_tokens": 3,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "output_tokens": 1,
+}
+MESSAGES = {
+    "id": "msg_1",
+    "type": "message",
+    "role": "assistant",
+    "model": "toy",
+    "content": [
+        {"type": "thinking", "thinking": "b", "signature": "s"},
+        {"type": "text", "text": "a"},
+    ],
+    "stop_reason": "stop_sequence",
+    "stop_sequence": "x",
+    "usage": MESSAGES_USAGE,
+}
+NO_END = {"stop_reason": None, "stop_sequence": None}
+MESSAGES_EVENTS = [
+    {"type": "message_start", "message": {**MESSAGES, "content": [], **NO_END}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
+    {"type": "content_block_stop", "index": 0},
+    {
+        "type": "message_delta",
+        "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+        "usage": MESSAGES_USAGE,
+    },
+    {"type": "message_stop"},
+]
 
 EXAMPLES: dict[str, Any] = {
     "lmi_json": {"generated_text": "a"},
@@ -248,6 +280,13 @@ EXAMPLES: dict[str, Any] = {
         chunk(COMPLETION, {**LAST_PART, "logprobs": LOGPROBS}),
     ],
     "completion_jsonlines": [chunk(COMPLETION, PART), chunk(COMPLETION, LAST_PART)],
+    "messages": MESSAGES,
+    "messages_events": MESSAGES_EVENTS,
+    "token_count": {"input_tokens": 3},
+    "anthropic_error": {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "no"},
+    },
     "models": {"object": "list", "data": [MODEL]},
     "model": MODEL,
     "openai_error": {"error": {"message": "no", "type": "a", "param": None, "code": None}},
@@ -265,6 +304,9 @@ def encoded(name: str, example: Any) -> bytes:
         if not name.startswith(("lmi", "tgi")):
             events.append("[DONE]")
         return "".join(f"data: {event}\n\n" for event in events).encode()
+    if name.endswith("_events"):
+        events = [f"event: {one.get('type')}\ndata: {json.dumps(one)}\n\n" for one in example]
+        return "".join(events).encode()
     if "jsonlines" in name:
         return "".join(f"{json.dumps(record)}\n" for record in example).encode()
     return json.dumps(example).encode()
@@ -482,12 +524,13 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"X-Amzn-SageMaker-Forwarded-Api": "InvokeEndpointWithResponseStream"},
 )
 REFUSALS = {
+    "/v1/messages": {"anthropic_error"},
     "/v1/": {"openai_error"},
     "/generate": {"tgi_error", "lmi_error"},
     "/tokenize": {"openai_error"},
     "/detokenize": {"openai_error"},
-    "/invocations": {"lmi_error", "openai_error"},
-    "/predictions/": {"lmi_error", "openai_error"},
+    "/invocations": {"lmi_error", "openai_error", "anthropic_error"},
+    "/predictions/": {"lmi_error", "openai_error", "anthropic_error"},
     "/": {"tgi_error"},
 }
 """The shapes of a refusal by the start of a path; the shape follows the body where a route takes several kinds."""

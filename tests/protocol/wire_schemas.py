@@ -14,6 +14,8 @@ Sources:
   inference/_generated/types/text_generation.py and inference/_common.py.
 - Plain server: vllm-project/vllm 03f86117, vllm/entrypoints/api_server.py; /tokenize and /detokenize: 030ea52e,
   vllm/entrypoints/serve/tokenize/protocol.py; /version: vllm/entrypoints/openai/api_server.py.
+- Anthropic: the package anthropic 2.14 (PyPI), types/{message,usage,raw_message_stream_event}.py and what these
+  name, types/shared/error_object.py, lib/streaming/_messages.py.
 - OpenAI: the response models of the installed `openai` package, and what openai/openai-openapi (openapi.json) requires
   beyond them.
 """
@@ -357,6 +359,175 @@ class Version(TypedDict):
     version: str
 
 
+# Anthropic
+
+
+class MessagesText(TypedDict):
+    """`TextBlock`."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessagesThinking(TypedDict):
+    """`ThinkingBlock`."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class MessagesCall(TypedDict):
+    """`ToolUseBlock`."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesUsage(TypedDict):
+    """`Usage`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesEnd(TypedDict):
+    """`Delta` of a `RawMessageDeltaEvent`."""
+
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+
+
+class MessagesAnswer(MessagesEnd):
+    """`Message`, whole: its reason is not null."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessagesText | MessagesThinking | MessagesCall]
+    usage: MessagesUsage
+
+
+class MessagesBegun(TypedDict):
+    """`Message` at the start of a stream."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[None]
+    stop_reason: None
+    stop_sequence: None
+    usage: MessagesUsage
+
+
+class MessagesTextDelta(TypedDict):
+    """`TextDelta`."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class MessagesThinkingDelta(TypedDict):
+    """`ThinkingDelta`."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class MessagesSignatureDelta(TypedDict):
+    """`SignatureDelta`."""
+
+    type: Literal["signature_delta"]
+    signature: str
+
+
+class MessagesInputDelta(TypedDict):
+    """`InputJSONDelta`."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class MessagesStart(TypedDict):
+    """`RawMessageStartEvent`."""
+
+    type: Literal["message_start"]
+    message: MessagesBegun
+
+
+class MessagesBlockStart(TypedDict):
+    """`RawContentBlockStartEvent`."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: MessagesText | MessagesThinking | MessagesCall
+
+
+class MessagesBlockDelta(TypedDict):
+    """`RawContentBlockDeltaEvent`."""
+
+    type: Literal["content_block_delta"]
+    index: int
+    delta: MessagesTextDelta | MessagesThinkingDelta | MessagesSignatureDelta | MessagesInputDelta
+
+
+class MessagesBlockStop(TypedDict):
+    """`RawContentBlockStopEvent`."""
+
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessagesDelta(TypedDict):
+    """`RawMessageDeltaEvent`."""
+
+    type: Literal["message_delta"]
+    delta: MessagesEnd
+    usage: MessagesUsage
+
+
+class MessagesOther(TypedDict):
+    """`RawMessageStopEvent`, and the event that keeps a connection open."""
+
+    type: Literal["message_stop", "ping"]
+
+
+class AnthropicError(TypedDict):
+    """The objects of types/shared/error_object.py; `request_too_large` of the API's page of errors."""
+
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "timeout_error",
+        "api_error",
+        "overloaded_error",
+    ]
+    message: str
+
+
+class AnthropicRefusal(TypedDict):
+    """`ErrorResponse`."""
+
+    type: Literal["error"]
+    error: AnthropicError
+
+
+class TokenCount(TypedDict):
+    """`MessageTokensCount`."""
+
+    input_tokens: int
+
+
 # OpenAI
 
 
@@ -543,6 +714,82 @@ def _plain_stream(content: bytes) -> Answer:
         for old, new in zip(before["text"], after["text"], strict=True):
             assert new.startswith(old), "a line is not the whole text so far"
     return Answer(lines[-1]["text"])
+
+
+_REASONS = {"max_tokens": "length"}
+"""Anthropic's words for ends in those of the other protocols, for comparisons; any other end is a stop."""
+_DELTAS = {
+    "text": {"text_delta": "text"},
+    "thinking": {"thinking_delta": "thinking", "signature_delta": "signature"},
+    "tool_use": {"input_json_delta": "partial_json"},
+}
+"""Type of a block to the types of its deltas, each with the field of its text."""
+
+
+def _messages_answer(content: Sequence[Any], end: Any, usage: Any) -> Answer:
+    assert (end["stop_sequence"] is None) == (end["stop_reason"] != "stop_sequence")
+    calls = any(one["type"] == "tool_use" for one in content)
+    assert calls or end["stop_reason"] != "tool_use"
+    return Answer(
+        ["".join(one["text"] for one in content if one["type"] == "text")],
+        [_REASONS.get(end["stop_reason"], "stop")],
+        [usage["output_tokens"]],
+        usage["input_tokens"] + usage["cache_read_input_tokens"],
+        record={"content": list(content), **end},
+    )
+
+
+def _messages(content: bytes) -> Answer:
+    record = _one(MessagesAnswer, content)
+    assert record["id"].startswith("msg_")
+    end = {name: record[name] for name in ("stop_reason", "stop_sequence")}
+    return _messages_answer(record["content"], end, record["usage"])
+
+
+def _named_events(content: bytes) -> list[Any]:
+    """The data of events whose names are their types."""
+    assert content.endswith(b"\n\n"), "the last event does not end"
+    found = []
+    for event in content[:-2].decode().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def _messages_events(content: bytes) -> Answer:
+    """A stream, put together as `accumulate_event` of the package does."""
+    first, *events, delta, last = _named_events(content)
+    _validate(MessagesStart, [first])
+    _validate(MessagesDelta, [delta])
+    _validate(MessagesOther, [last])
+    assert last["type"] == "message_stop"
+    blocks: list[Any] = []
+    is_open = False
+    for event in [event for event in events if event["type"] != "ping"]:
+        if event["type"] == "content_block_start":
+            _validate(MessagesBlockStart, [event])
+            assert not is_open, "two blocks are open"
+            blocks.append(event["content_block"])
+            texts: dict[str, str] = {}
+        else:
+            stops = event["type"] == "content_block_stop"
+            _validate(MessagesBlockStop if stops else MessagesBlockDelta, [event])
+            assert is_open, "no block is open"
+            if not stops:
+                name = _DELTAS[blocks[-1]["type"]][event["delta"]["type"]]
+                texts[name] = texts.get(name, "") + event["delta"][name]
+        is_open = event["type"] != "content_block_stop"
+        assert event["index"] == len(blocks) - 1
+        if not is_open:
+            arguments = texts.pop("partial_json", "{}")
+            blocks[-1] |= texts
+            if "input" in blocks[-1] and delta["delta"]["stop_reason"] != "max_tokens":
+                blocks[-1]["input"] = json.loads(arguments)
+    assert not is_open, "the last block does not end"
+    for name in ("input_tokens", "cache_read_input_tokens"):
+        assert delta["usage"][name] == first["message"]["usage"][name]
+    return _messages_answer(blocks, delta["delta"], delta["usage"])
 
 
 def _no_extras(model: Any, path: str = "") -> None:
@@ -850,6 +1097,10 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "completion_sse_usage_each": partial(_completion_stream, usage="each"),
     "completion_sse_top_2": partial(_completion_stream, num_top=2),
     "completion_jsonlines": partial(_completion_stream, read=json_lines),
+    "messages": _messages,
+    "messages_events": _messages_events,
+    "token_count": partial(_record, kind=TokenCount),
+    "anthropic_error": partial(_refusal, kind=AnthropicRefusal),
     "models": _models,
     "model": _model,
     "openai_error": partial(_refusal, kind=OpenAIRefusal),

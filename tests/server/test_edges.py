@@ -159,6 +159,12 @@ class TestKeys:
         [
             (f"Authorization: Bearer {KEY}", True),
             (f"authorization: bearer   {OTHER}", True),
+            (f"x-api-key: {OTHER}", True),
+            (f"X-Api-Key:  {KEY}\r\nAuthorization: Bearer none", True),
+            (f"x-api-key: none\r\nAuthorization: Bearer {KEY}", True),
+            (f"x-api-key: Bearer {KEY}", False),
+            ("x-api-key:", False),
+            ("x-api-key: " + DIGESTS[0].hex(), False),
             ("Accept: */*", False),
             ("Authorization:", False),
             ("Authorization: Bearer", False),
@@ -209,9 +215,9 @@ class TestKeys:
         caplog.set_level(logging.DEBUG)
         with serving(api_keys=DIGESTS) as server:
             for key in (KEY, "sk-wrong"):
-                header, path = f"Authorization: Bearer {key}", f"/nothing?key={key}"
-                talk(server, post(REQUEST, CLOSE, header, path=path))
-            wait_until(lambda: caplog.text.count("path=/nothing ") == 2)
+                for header in (f"Authorization: Bearer {key}", f"x-api-key: {key}"):
+                    talk(server, post(REQUEST, CLOSE, header, path=f"/nothing?key={key}"))
+            wait_until(lambda: caplog.text.count("path=/nothing ") == 4)
         assert "sk-" not in caplog.text
 
     def test_all_keys_are_compared_whichever_matches(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -146,7 +147,8 @@ def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPat
 
 def parts(text: str, media_type: str) -> list[Any]:
     """The values of a stream."""
-    texts = [part.removeprefix("data: ") for part in text.split(STREAMS[media_type]) if part]
+    found = [part for part in text.split(STREAMS[media_type]) if part]
+    texts = [re.sub(r"^(event: \w+\n)?data: ", "", part) for part in found]
     return [json.loads(part) for part in texts if part != "[DONE]"]
 
 
