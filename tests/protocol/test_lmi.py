@@ -125,7 +125,8 @@ def test_every_parameter_arrives() -> None:
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
     same = {name for name, value in vars(request).items() if value == vars(default)[name]}
-    others = {"adapter", "client_id", "given_ids", "prompt_name", "most_name", "seed", "shown_ids"}
+    others = {"adapter", "client_id", "given_ids", "prompt_name", "most_name", "seed"}
+    others |= {"shown_ids", "trace"}
     assert same == others, "give the others another value"
     assert vars(request.sampling) == {**SAMPLED, "min_new_tokens": 3}
     assert request.max_new_tokens == 3
