@@ -105,6 +105,27 @@ class GeneralOptions(OptionGroup):
     chat_template: Annotated[Template | None, Option(text_file=True)] = None
     """Chat template in place of the model's own: Jinja, as in transformers. A file is absolute or relative to the model
     folder; text with `{{` or `{%` is the template itself."""
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "none",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "granite",
+            "deepseek_v3",
+            "deepseek_v31",
+        ],
+        Lower,
+        Option(),
+    ] = "auto"
+    """Format in which the model calls tools (docs/protocols.md), by vLLM's names. `auto`: the one of which the chat
+    template has a text; `none`: requests with tools get 400."""
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "granite"], Lower, Option()
+    ] = "auto"
+    """Format in which the model marks its reasoning (docs/protocols.md), by vLLM's names. `auto`: the one of which the
+    chat template has a text; `none`: it stays in the text."""
     generation_config: Annotated[Literal["auto", "vllm"], Lower, Option()] = "auto"
     """Defaults of OpenAI's parameters: `auto` takes sampling and most tokens from the model's `generation_config.json`
     where it has them (docs/protocols.md), else from OpenAI's reference; `vllm` takes all from the reference."""

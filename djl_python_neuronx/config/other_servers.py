@@ -41,7 +41,7 @@ _ORIGINS = "write -o cors_allow_origins=https://a.org,https://b.org"
 _DRAFTS = "write -o ngram_prompt_lookup_max=3, or -o speculative_draft_model=MODEL, and -o speculative_length=N"
 _CACHE = "set HF_HUB_CACHE to the folder of the hub's files"
 NOTHING = "nothing here corresponds to it; leave it out (docs/nxdi.md)"
-_TOOLS = "no tools in this version: a request with tools gets 400; leave it out"
+_PARSERS = "write -o tool_call_parser=NAME, or -o reasoning_parser=NAME: there are no others"
 _ADAPTERS = "no adapters in this version: serve the model with the adapter merged into it"
 _IMAGES = "no images, video or audio in this version; leave it out"
 _TOKENIZER = (
@@ -85,8 +85,7 @@ ADVICE: Final = {
             "mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs mm_shm_cache_max_object_size_mb "
             "skip_mm_profiling video_pruning_rate",
             _TOKENIZER: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
-            _TOOLS: "enable_auto_tool_choice exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin "
-            "tool_server",
+            _PARSERS: "reasoning_parser_plugin tool_parser_plugin",
             "prompts are not logged here; leave it out": "enable_log_requests enable_log_outputs",
             "write its settings as flags, or into a serving.properties as option.NAME=VALUE": "config",
             _KEYS: "VLLM_API_KEY",
@@ -113,17 +112,20 @@ _SWITCHES_OFF = """
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb disable_cascade_attn disable_chunked_mm_input
     disable_fastapi_docs disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization disable_sliding_window
     disable_uvicorn_access_log
-    enable_auto_tool_choice enable_dbo enable_eplb enable_expert_parallel enable_force_include_usage
+    enable_dbo enable_eplb enable_expert_parallel enable_force_include_usage
     enable_layerwise_nvtx_tracing enable_log_outputs enable_log_requests enable_logging_iteration_details
     enable_mfu_metrics enable_mm_embeds enable_offline_docs enable_prompt_embeds enable_prompt_tokens_details
     enable_request_id_headers enable_return_routed_experts enable_server_load_tracking enable_sleep_mode
-    enable_ssl_refresh enable_tokenizer_info_endpoint enable_tower_connector_lora exclude_tools_when_tool_choice_none
+    enable_ssl_refresh enable_tokenizer_info_endpoint enable_tower_connector_lora
     fully_sharded_loras headless interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill log_error_stack
     mm_encoder_only ray_workers_use_nsight return_tokens_as_token_ids skip_mm_profiling skip_tokenizer_init
     specialize_active_lora tokens_only trust_request_chat_template
 """
 NEUTRAL: Final = {
     **dict.fromkeys(_SWITCHES_OFF.split(), ("false",)),
+    **dict.fromkeys(
+        ("enable_auto_tool_choice", "exclude_tools_when_tool_choice_none"), ("false", "true")
+    ),
     **dict.fromkeys(("async_scheduling", "disable_frontend_multiprocessing"), ("false", "true")),
     **dict.fromkeys(("enable_flashinfer_autotune", "enable_log_deltas"), ("false", "true")),
     "use_tqdm_on_load": ("false", "true"),

@@ -42,7 +42,7 @@ LOG_FORMAT = "DJL_NEURONX_LOG_FORMAT"
 """Variable with the format of the log: `text` or `json`."""
 _ENV_PREFIX, _ARGUMENT_PREFIX = "OPTION_", "ARGS_"
 _FLAG_PREFIXES = ("SM_VLLM_", "SM_ON_")
-_UNUSED_FLAGS = {"host", "port", "enable_auto_tool_choice", "tool_call_parser"}
+_UNUSED_FLAGS = {"host", "port"}
 """Flags whose variables in an image are listed as ignored: without them the endpoint does the same."""
 PREFIXES: Final = (_ENV_PREFIX, _ARGUMENT_PREFIX, *_FLAG_PREFIXES)
 """Prefixes of variables that set an option, whose name follows. The last ones are for flags of ``vllm serve`` and of

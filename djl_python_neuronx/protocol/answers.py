@@ -136,6 +136,8 @@ class Answer:
         self.num_tokens = 0
         self.num_cached = 0
         """See `Delta.num_cached_tokens`."""
+        self.num_reasoning = 0
+        """Generated tokens of the reasoning and its marks."""
         self.finish_reason: FinishReason | None = None
         """None until the end."""
         self.stop = ""
@@ -158,6 +160,7 @@ class Answer:
                     self._parts.append(event.text)
                 elif isinstance(event, ReasoningEvent):
                     self._thoughts.append(event.text)
+                    self.num_reasoning += len(event.tokens)
                 elif isinstance(event, CallEvent):
                     self._parts.append(event.call)
         self.prompt += delta.prompt

@@ -73,6 +73,12 @@ class PromptTokensDetails(TypedDict):
     """Those that the cache held already."""
 
 
+class CompletionTokensDetails(TypedDict):
+    """Generated tokens by what they are part of."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """Tokens of a request: each prompt counts once, each generated token of every sequence."""
 
@@ -81,6 +87,8 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: NotRequired[PromptTokensDetails]
     """Left out if no token of the prompts was in the cache."""
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    """Left out if there was no reasoning."""
 
 
 class AnswerFields(TypedDict):
@@ -255,6 +263,10 @@ class OpenAiShape(Shape):
     def logprobs(self, index: int, tokens: Sequence[Token]) -> _Logprobs:
         """The log-probabilities of a sequence's next tokens."""
 
+    def finish_reason(self, answer: Answer) -> str:
+        """The reason that a sequence ended; "" if it failed."""
+        return _FINISH_REASONS.get(answer.finish_reason, "")
+
     def listed_prompt(self, answer: Answer) -> list[Token]:  # noqa: ARG002
         """The tokens of the prompt, if an answer that repeats it lists them before its own."""
         return []
@@ -291,7 +303,7 @@ class OpenAiShape(Shape):
                 self.logprobs(one.index, [*self.listed_prompt(one), *one.tokens])
                 if self._with_logprobs
                 else None,
-                _FINISH_REASONS[one.finish_reason],
+                self.finish_reason(one),
             )
             for index, one in enumerate(best)
         ]
@@ -300,7 +312,7 @@ class OpenAiShape(Shape):
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`. After the last sequence follow the usage, if it is wanted, and the mark of the end."""
         logprobs = reason = None
-        tokens: Sequence[Token] = event.tokens if isinstance(event, TextEvent) else ()
+        tokens: Sequence[Token] = getattr(event, "tokens", ())
         tokens = self.listed_prompt(answer) if isinstance(event, StartEvent) else tokens
         if tokens and self._with_logprobs:
             logprobs = self.logprobs(answer.index, tokens)
@@ -308,7 +320,7 @@ class OpenAiShape(Shape):
             if not event.text and logprobs is None and answer.finish_reason is not None:
                 return
         elif isinstance(event, EndEvent):
-            reason = _FINISH_REASONS.get(event.finish_reason)
+            reason = self.finish_reason(answer)
         choice = self.part(event, answer.index, logprobs, reason)
         if choice is not None:
             part = {**self._body, "choices": [choice]}
@@ -339,6 +351,8 @@ class OpenAiShape(Shape):
         num_cached = sum(one.num_cached for one in answers if one.index % self._count == 0)
         if num_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        if num_reasoning := sum(one.num_reasoning for one in answers):
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Union
 
 import orjson
@@ -13,7 +15,16 @@ from typing_extensions import NotRequired, Self, TypedDict
 
 from djl_python_neuronx.engine.detokenizer import Token
 from djl_python_neuronx.errors import RequestError, json_type
-from djl_python_neuronx.protocol.answers import Answer, Event, Shape, StartEvent, TextEvent
+from djl_python_neuronx.protocol.answers import (
+    Answer,
+    ArgumentsEvent,
+    CallEvent,
+    Event,
+    ReasoningEvent,
+    Shape,
+    StartEvent,
+    TextEvent,
+)
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.openai import (
     AnswerFields,
@@ -31,8 +42,14 @@ from djl_python_neuronx.protocol.parameters import (
     Flag,
     LenientModel,
     MaybeCount,
-    RequestModel,
     validated,
+)
+from djl_python_neuronx.protocol.reading import AnswerReader, begins_within, marked_ids
+from djl_python_neuronx.protocol.tools import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ToolFields,
+    found_format,
 )
 from djl_python_neuronx.types import Rendering
 
@@ -115,9 +132,19 @@ class Message(LenientModel):
             raise PydanticCustomError(EXPECTED, "content, which only an assistant may leave out")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: with a content, without fields that are not set."""
+    def for_template(self, id_chars: int | None = None) -> dict[str, Any]:
+        """The message as chat templates expect it: with a content, without fields that are not set.
+
+        `id_chars`: letters and digits that the ids of calls have there, see `ToolFormat`.
+        """
         found = {"content": "", **self.model_dump(include=_FOR_TEMPLATE, exclude_none=True)}
+        if id_chars:
+            for named, key in [
+                (found, "tool_call_id"),
+                *((one, "id") for one in found.get("tool_calls", ())),
+            ]:
+                if key in named:
+                    named[key] = hashlib.sha256(named[key].encode()).hexdigest()[:id_chars]
         found["content"] = found["content"] or self.refusal or ""
         thought = self.reasoning_content or self.reasoning
         if isinstance(thought, str):
@@ -125,13 +152,17 @@ class Message(LenientModel):
         return found
 
 
-class Conversation(RequestModel):
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Conversation(ToolFields):
     """Parameters of the chat template."""
 
     add_generation_prompt: bool | None = None
     """By default true without `continue_final_message`."""
     continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] = Field(default={})
+    reasoning_effort: Effort | None = None
 
     def encode(self, messages: Sequence[Message], context: ParseContext) -> list[int]:
         """The token ids of a conversation.
@@ -149,8 +180,19 @@ class Conversation(RequestModel):
         if begins and continues:
             msg = "add_generation_prompt begins another message than continue_final_message goes on with; leave out one"
             raise RequestError(msg, param="add_generation_prompt")
-        rendering = Rendering(self.chat_template_kwargs, begins, continues)
-        return context.encode_chat([one.for_template() for one in messages], rendering)
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            # The variables of Qwen's and DeepSeek's templates, as in SGLang.
+            effort |= {"enable_thinking": False, "thinking": False}
+        tokenizer, options = context.tokenizer, context.options
+        use = self.tool_use(tokenizer, options)
+        tools = tuple([one.for_template() for one in self.tools if use is not None])
+        form = found_format(TOOL_FORMATS, options.tool_call_parser, tokenizer.template)
+        id_chars = form.id_chars if form is not None else None
+        rendering = Rendering({**effort, **self.chat_template_kwargs}, begins, continues, tools)
+        return context.encode_chat([one.for_template(id_chars) for one in messages], rendering)
 
 
 class ChatParameters(Conversation, OpenAiParameters):
@@ -169,6 +211,10 @@ class ChatParameters(Conversation, OpenAiParameters):
     top_logprobs: Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")] = 0
     add_special_tokens: Absent = None
     """The template writes them."""
+    include_reasoning: Flag = True
+    """vLLM's: false leaves the reasoning out."""
+    separate_reasoning: Flag = True
+    """SGLang's: false leaves it in the text, as the model wrote it."""
 
 
 class TopLogprob(TypedDict):
@@ -192,12 +238,37 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class AnswerMessage(TypedDict):
+class FunctionCall(TypedDict):
+    """A call; in a stream the arguments are an addition, and the first part alone has the name."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class AnswerCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ReasoningFields(TypedDict, total=False):
+    """The reasoning of an answer, if there is some."""
+
+    reasoning_content: str
+    reasoning: str
+    """vLLM's newer name."""
+
+
+class AnswerMessage(ReasoningFields):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if there are calls alone."""
     refusal: None
+    tool_calls: NotRequired[list[AnswerCall]]
 
 
 class ChatChoice(TypedDict):
@@ -218,11 +289,21 @@ class ChatCompletion(AnswerFields):
     prompt_logprobs: NotRequired[PromptScores]
 
 
-class ChunkDelta(TypedDict, total=False):
+class CallDelta(TypedDict):
+    """A chunk's addition to a call."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCall
+
+
+class ChunkDelta(ReasoningFields, total=False):
     """A chunk's addition to a message."""
 
     role: Literal["assistant"]
     content: str
+    tool_calls: list[CallDelta]
 
 
 class ChunkChoice(TypedDict):
@@ -242,6 +323,14 @@ class ChatCompletionChunk(AnswerFields):
     usage: NotRequired[Usage | None]
 
 
+def _call_delta(event: CallEvent | ArgumentsEvent) -> CallDelta:
+    call = event.call
+    if isinstance(event, ArgumentsEvent):
+        return {"index": call.index, "function": {"arguments": event.text}}
+    begin: FunctionCall = {"name": call.name, "arguments": ""}
+    return {"index": call.index, "id": call.id, "type": "function", "function": begin}
+
+
 class ChatShape(OpenAiShape):
     """A choice is a message, or an addition to it."""
 
@@ -253,19 +342,48 @@ class ChatShape(OpenAiShape):
         self, answer: Answer, index: int, logprobs: ChatLogprobs | None, reason: str
     ) -> ChatChoice:
         """See `OpenAiShape`."""
-        message: AnswerMessage = {"role": "assistant", "content": answer.text, "refusal": None}
+        calls: list[AnswerCall] = [
+            {
+                "id": one.id,
+                "type": "function",
+                "function": {"name": one.name, "arguments": one.arguments},
+            }
+            for one in answer.calls
+        ]
+        content = answer.text or (None if calls else "")
+        message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
+        message.update(self._thought(answer.reasoning))
+        if calls:
+            message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def part(
         self, event: Event, index: int, logprobs: ChatLogprobs | None, reason: str | None
-    ) -> ChunkChoice:
+    ) -> ChunkChoice | None:
         """See `OpenAiShape`."""
         delta: ChunkDelta = {}
         if isinstance(event, TextEvent):
             delta = {"content": event.text}
         elif isinstance(event, StartEvent):
             delta = {"role": "assistant", "content": ""}
+        elif isinstance(event, ReasoningEvent):
+            delta = self._thought(event.text)
+            if not delta and logprobs is None:
+                return None
+        elif isinstance(event, (CallEvent, ArgumentsEvent)):
+            delta = {"tool_calls": [_call_delta(event)]}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _thought(self, text: str) -> Any:  # noqa: ANN401
+        """The `ReasoningFields` of a text."""
+        if not text or not self._given.include_reasoning:
+            return {}
+        return {"reasoning_content": text, "reasoning": text}
+
+    def finish_reason(self, answer: Answer) -> str:
+        """See `OpenAiShape`."""
+        reason = super().finish_reason(answer)
+        return "tool_calls" if reason == "stop" and answer.calls else reason
 
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """See `Shape`."""
@@ -327,6 +445,12 @@ class ChatProtocol(OpenAiProtocol):
         if given.top_logprobs and not given.logprobs:
             msg = "top_logprobs needs logprobs=true; set it, or leave top_logprobs out"
             raise RequestError(msg, param="top_logprobs")
+        tokenizer, options = context.tokenizer, context.options
+        use, reasoning = given.tool_use(tokenizer, options), None
+        if given.separate_reasoning:
+            reasoning = found_format(
+                REASONING_FORMATS, options.reasoning_parser, tokenizer.template
+            )
         common = self.common_request(
             given,
             context,
@@ -337,8 +461,10 @@ class ChatProtocol(OpenAiProtocol):
             logprobs=given.logprobs,
             top_logprobs=given.top_logprobs,
             prompt_name="the conversation",
+            shown_ids=marked_ids(tokenizer, use.format if use else None, reasoning),
         )
         prompt_ids = given.encode(given.messages, context)
+        inside = reasoning is not None and begins_within(reasoning, prompt_ids, tokenizer)
         return self.parsed(
             common,
             [prompt_ids],
@@ -347,4 +473,7 @@ class ChatProtocol(OpenAiProtocol):
             count=given.n,
             with_logprobs=given.logprobs,
             shape=shape,
+            reader=partial(AnswerReader, use, reasoning, inside=inside)
+            if use or reasoning
+            else None,
         )

@@ -7,8 +7,9 @@ have.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
@@ -22,9 +23,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from djl_python_neuronx.protocol.parameters import EXPECTED, LenientModel
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import RequestError, UnsupportedParameterError
+from djl_python_neuronx.protocol.parameters import EXPECTED, Flag, LenientModel, RequestModel
+from djl_python_neuronx.types import Tokenizer
 
 MAX_TOOLS = 512
+_MARK = re.compile(r"<[^>]*>|\[[A-Z_]+\]")
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,16 @@ class ToolFormat:
     closes: str = ""
     bare: bool = False
     """True if an answer may also begin with a call without any of `starts`."""
+    inside: tuple[str, ...] = ()
+    """Marks that a call may have besides."""
     id_chars: int | None = None
     """Letters and digits of a call's id in the model's template; None: any id."""
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """All texts that may be special tokens."""
+        text = f"{self.opens}{self.before}{self.between}{self.after}{self.closes}"
+        return [*self.starts, *self.inside, *_MARK.findall(text)]
 
 
 _OBJECT: Mapping[str, Any] = {"before": '{"name": "', "between": '", "arguments": ', "after": "}"}
@@ -69,7 +82,7 @@ _DEEPSEEK: Mapping[str, Any] = {
     "closes": _deepseek("tool calls end"),
 }
 
-TOOL_FORMATS: Sequence[ToolFormat] = (
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "hermes",
         _TAG + r"\{\\*[\"'](?:name|arguments)",
@@ -93,6 +106,7 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
         ("[TOOL_CALLS]",),
         before="[TOOL_CALLS]",
         between="[ARGS]",
+        inside=("[CALL_ID]",),
         id_chars=9,
     ),
     ToolFormat(
@@ -145,10 +159,15 @@ class ReasoningFormat:
     """Texts with which an answer begins, or with which the template ends."""
     ends: tuple[str, ...]
 
+    @property
+    def marks(self) -> Sequence[str]:
+        """All texts that may be special tokens."""
+        return [*self.begins, *self.ends]
+
 
 _GRANITE = r"Here(?: is|'s) my (?:thought process|response):"
 
-REASONING_FORMATS: Sequence[ReasoningFormat] = (
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(
         "granite",
         _GRANITE,
@@ -164,19 +183,20 @@ REASONING_FORMATS: Sequence[ReasoningFormat] = (
 _Format = TypeVar("_Format", ToolFormat, ReasoningFormat)
 
 
-def found_format(formats: Iterable[_Format], option: str, template: str) -> _Format | None:
+@lru_cache
+def found_format(formats: tuple[_Format, ...], option: str, template: str) -> _Format | None:
     """The format of a model with a chat template. `option`: its name, `auto` or `none`."""
     named = [one for one in formats if option in ("auto", one.name)]
     fits = [one for one in named if re.search(one.template, template)]
     return next(iter(fits), named[-1] if named and option != "auto" else None)
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+NAME = r"[A-Za-z0-9_.:-]{1,128}"
 _NAMED = "a name of 1 to 128 letters, digits and _ . : -"
 
 
 def _name(value: object) -> object:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not re.fullmatch(NAME, value):
         raise PydanticCustomError(EXPECTED, _NAMED)
     return value
 
@@ -260,11 +280,65 @@ def _choice(value: object) -> object:
     raise PydanticCustomError(EXPECTED, expected)
 
 
-Tools = Annotated[
-    list[Tool], Field(max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools")
-]
-Choice = Annotated[
-    Any,
-    BeforeValidator(_choice),
-    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}),
-]
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools that the answers of a request may call."""
+
+    format: ToolFormat
+    functions: Mapping[str, ToolFunction]
+    """By name."""
+    mode: Literal["auto", "required", "named"]
+    """See `ToolChoice`."""
+    parallel: bool
+    """False: at most one call."""
+
+
+class ToolFields(RequestModel):
+    """The fields about tools, and about the reasoning before calls."""
+
+    tools: list[Tool] = Field(
+        default=[], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"
+    )
+    tool_choice: Annotated[
+        Any,
+        BeforeValidator(_choice),
+        WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}),
+    ] = None
+    """Made a `ToolChoice`."""
+    parallel_tool_calls: Flag = True
+
+    def tool_use(self, tokenizer: Tokenizer, options: ServingOptions) -> ToolUse | None:
+        """The tools that may be called; None if there are none, or with a choice of none.
+
+        Raises:
+            RequestError: they are ambiguous, the choice is of none of them, or this model calls none.
+        """
+        functions: dict[str, ToolFunction] = {}
+        for i, tool in enumerate(self.tools):
+            name = tool.function.name
+            if name in functions:
+                msg = f"tools[{i}].function.name is {name!r}, as of a tool before it; expected names that differ"
+                raise RequestError(msg, f"tools[{i}].function.name")
+            functions[name] = tool.function
+        mode, names = self.tool_choice or ToolChoice("auto")
+        unknown = [one for one in names if one not in functions]
+        if unknown or (mode in ("required", "named") and not functions):
+            what = f"names {unknown[0][:100]!r}" if unknown else "asks for a call"
+            msg = f"tool_choice {what}, and tools has {', '.join(functions) or 'none'}; expected one of them"
+            raise RequestError(msg, "tool_choice")
+        if mode == "none" or not functions:
+            return None
+        form = found_format(TOOL_FORMATS, options.tool_call_parser, tokenizer.template)
+        known = re.search(r"\btools\b", tokenizer.template)
+        if form is None or not known:
+            reason = (
+                "this deployment reads no calls (option.tool_call_parser=none)"
+                if options.tool_call_parser == "none"
+                else "how this model writes calls is not known by its chat template; set option.tool_call_parser"
+                if known
+                else "the chat template of this model lists no tools; set option.chat_template to one that does"
+            )
+            msg = f"tools cannot be called: {reason}, or send tool_choice=none"
+            raise UnsupportedParameterError(msg, "tools")
+        allowed = {name: functions[name] for name in names or functions}
+        return ToolUse(form, allowed, mode, self.parallel_tool_calls)

@@ -279,6 +279,10 @@ BATCHING = {
     "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "resume_requests": flag(),
     "max_waiting": count(),
+    "tool_call_parser": choice(
+        "auto", "none", "hermes", "llama3_json", "mistral", "granite", "deepseek_v3", "deepseek_v31"
+    ),
+    "reasoning_parser": choice("auto", "none", "deepseek_r1", "qwen3", "mistral", "granite"),
     "scheduling_policy": choice("fcfs", "priority"),
     "fairness_key": Row((("api_key", "api_key"), ("USER", "user"), *NONE), ("", "key", 7, True)),
     "decode_interleave": count(),

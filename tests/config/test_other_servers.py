@@ -51,6 +51,7 @@ TAKEN = {
     "pipeline_parallel_size": ("1", "pipeline_parallel_degree", 1),
     "quantization": ("neuron_quant", "quantize", "static_int8"),
     "quantize": ("fp8", "quantize", "static_fp8"),
+    "reasoning_parser": ("qwen3", "reasoning_parser", "qwen3"),
     "revision": ("v1", "revision", "v1"),
     "sequence_length": ("512", "n_positions", 512),
     "scheduling_policy": ("priority", "scheduling_policy", "priority"),
@@ -62,6 +63,7 @@ TAKEN = {
         "http://collector:4318/v1/traces",
     ),
     "tensor_parallel_size": ("8", "tensor_parallel_degree", 8),
+    "tool_call_parser": ("hermes", "tool_call_parser", "hermes"),
     "trust_remote_code": (None, "trust_remote_code", True),
 }
 WITHOUT_EFFECT = {
@@ -225,7 +227,8 @@ NEUTRAL_ONLY = {*names.VLLM_DEFAULTS, *names.VLLM_SWITCHES} - ACCEPTED.keys() - 
 """Flags that are accepted only where they ask for nothing."""
 NO_EFFECT = {
     *("async_scheduling", "disable_frontend_multiprocessing", "enable_flashinfer_autotune"),
-    *("enable_log_deltas", "use_tqdm_on_load"),
+    *("enable_auto_tool_choice", "enable_log_deltas", "exclude_tools_when_tool_choice_none"),
+    "use_tqdm_on_load",
 }
 """Switches of vLLM's own parts: neither value asks for anything."""
 ADVICE_BEGINS = ("leave it out", "write ", "set ", "decide", "mean", "put ", "serve ")
@@ -286,12 +289,11 @@ def test_flags_of_serve_are_accepted_by_check_and_compile():
         assert settings(arguments.option)[0].options.max_rolling_batch_size == 4
 
 
-def test_tool_variables_of_an_image_are_listed():
+def test_tool_variables_of_an_image_are_read():
     environ = {"SM_VLLM_ENABLE_AUTO_TOOL_CHOICE": "true", "SM_VLLM_TOOL_CALL_PARSER": "hermes"}
     resolved, problems = settings(environ=environ)
     assert problems.messages("error") == ()
-    for name in ("enable_auto_tool_choice", "tool_call_parser"):
-        assert "no tools in this version" in resolved.ignored[name]
+    assert resolved.options.tool_call_parser == "hermes"
 
 
 REFUSED = sorted(FLAGS - ACCEPTED.keys() - OF_SERVE.keys() - LATER - NEUTRAL_ONLY - {"tokenizer"})
@@ -329,7 +331,7 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
         ("--hf-token", "set HF_TOKEN"),
         ("--top-k", "a parameter of requests"),
         ("--config", "option.NAME=VALUE"),
-        ("--tool-call-parser", "no tools in this version"),
+        ("--tool-parser-plugin", "-o tool_call_parser=NAME"),
         ("--lora-modules", "no adapters in this version"),
         ("--mm-processor-kwargs", "no images"),
         ("--exit-on-eror", "did you mean 'exit-on-error'"),

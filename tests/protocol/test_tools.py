@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
 import pytest
 
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.detokenizer import TextStream
+from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.protocol.tools import REASONING_FORMATS, TOOL_FORMATS, found_format
+from djl_python_neuronx.types import FinishReason, TokenOutput
+from tests.doubles.chat_model import ChatTokenizer
+from tests.protocol.parsing import parse
 
 TEMPLATES = {
     # As in Qwen 2.5 and 3: a text within quotes of Jinja.
@@ -51,3 +62,282 @@ def test_an_option_wins_over_the_template() -> None:
     assert found is not None
     assert found.name == "hermes"
     assert found_format(TOOL_FORMATS, "none", "[TOOL_CALLS]") is None
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+FIND = {"type": "function", "function": {"strict": True, "name": "find"}, "x": 1}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+
+
+def body(**more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Is it cold?"}]
+    return {"messages": messages, "tools": [WEATHER, FIND], "logprobs": True, **more}
+
+
+def answered(
+    payload: Mapping[str, Any],
+    *texts: str,
+    tokenizer: ChatTokenizer | None = None,
+    reason: FinishReason = FinishReason.EOS,
+    **context: Any,
+) -> bytes:
+    """The answer to a request of whose sequences each has one of the texts, a byte a token, and eos."""
+    tokenizer = tokenizer or ChatTokenizer()
+    parsed = parse(payload, tokenizer=tokenizer, path="/v1/chat/completions", **context)
+    written = b""
+    for request, text in zip(parsed.requests, texts, strict=True):
+        stream = TextStream(request, tokenizer)
+        ids = tokenizer.encode(text, special=False) + [2] * (reason is FinishReason.EOS)
+        for i, token_id in enumerate(ids, 1):
+            ended = reason if i == len(ids) else None
+            output = TokenOutput(request.request_id, [token_id], ended, logprobs=[-0.5])
+            delta = stream.feed(output)
+            assert delta is not None
+            written += parsed.formatter.feed(delta)
+            if delta.finished:
+                break
+    return written
+
+
+def chunks(written: bytes) -> list[dict[str, Any]]:
+    lines = [line.removeprefix(b"data: ") for line in written.split(b"\n") if line]
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+def joined(written: bytes) -> dict[str, Any]:
+    """A stream's message, as its client puts it together."""
+    completions = pytest.importorskip("openai.lib.streaming.chat._completions")
+    types = pytest.importorskip("openai.types.chat")
+    state = completions.ChatCompletionStreamState()
+    for one in chunks(written):
+        state.handle_chunk(types.ChatCompletionChunk.model_validate(one))
+    return state.current_completion_snapshot.model_dump(exclude_none=True)
+
+
+CASES = {
+    # The text of an answer: content, reasoning, calls.
+    "Hello": ("Hello", None, []),
+    f"Let me look.\n{CALL}\n": ("Let me look.", None, ["get_weather"]),
+    f"{CALL}\n{CALL.replace('get_weather', 'find')}": (None, None, ["get_weather", "find"]),
+    f"<think>\nHm\n</think>\n\n{CALL}": (None, "Hm", ["get_weather"]),
+    "<think>\nHm\n</think>\n\nHello": ("Hello", "Hm", []),
+    f"{CALL.replace('get_weather', 'no_tool')}": (CALL.replace("get_weather", "no_tool"), None, []),
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_answers_and_streams(text: str) -> None:
+    content, thought, names = CASES[text]
+    whole = json.loads(answered(body(), text))
+    types = pytest.importorskip("openai.types.chat")
+    types.ChatCompletion.model_validate(whole)
+    [choice] = whole["choices"]
+    message = choice["message"]
+    assert message["content"] == content
+    assert message.get("reasoning_content") == message.get("reasoning") == thought
+    calls = message.get("tool_calls", [])
+    assert [one["function"]["name"] for one in calls] == names
+    assert choice["finish_reason"] == ("tool_calls" if names else "stop")
+    for one in calls:
+        assert one["type"] == "function"
+        assert one["id"].startswith("call_")
+        assert json.loads(one["function"]["arguments"]) == {"city": "Paris é"}
+    assert len({one["id"] for one in calls}) == len(calls)
+    # A stream comes to the same, token by token.
+    stream = answered(body(stream=True, stream_options={"include_usage": True}), text)
+    final = joined(stream)
+    streamed = final["choices"][0]
+    assert streamed["message"].get("content", "") == (content or "")
+    assert streamed["message"].get("reasoning_content") == thought
+    again = streamed["message"].get("tool_calls", [])
+    assert [one["function"] for one in again] == [one["function"] for one in calls]
+    assert streamed["finish_reason"] == choice["finish_reason"]
+    for usage in (whole["usage"], final["usage"]):
+        size = text.find("</think>") + len("</think>") if thought else None
+        details = usage.get("completion_tokens_details", {})
+        assert details.get("reasoning_tokens") == size
+        assert usage["completion_tokens"] == len(text.encode()) + 1
+    for scores in (choice["logprobs"], streamed["logprobs"]):
+        texts = b"".join(bytes(one["bytes"]) for one in scores["content"][:-1])
+        assert texts.decode() == text
+
+
+def test_arguments_are_streamed_as_they_grow() -> None:
+    sent = chunks(answered(body(stream=True, logprobs=False), CALL))
+    deltas = [one["choices"][0]["delta"] for one in sent]
+    calls = [one["tool_calls"][0] for one in deltas if "tool_calls" in one]
+    first, *others = calls
+    assert {key: first[key] for key in ("index", "type")} == {"index": 0, "type": "function"}
+    assert first["function"] == {"name": "get_weather", "arguments": ""}
+    assert all(one.keys() == {"index", "function"} for one in others)
+    assert len(others) == len('{"city": "Paris é"}')
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert not any(one.get("content") for one in deltas)
+
+
+def test_a_call_that_breaks_off_is_text() -> None:
+    cut = CALL[:60]
+    for reason, said in ((FinishReason.LENGTH, "length"), (FinishReason.EOS, "stop")):
+        [choice] = json.loads(answered(body(), cut, reason=reason))["choices"]
+        assert choice["message"]["content"] == cut
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == said
+        streamed = joined(answered(body(stream=True), cut, reason=reason))["choices"][0]
+        assert streamed["finish_reason"] == said
+        assert '{"city": "Par'.startswith(
+            streamed["message"]["tool_calls"][0]["function"]["arguments"]
+        )
+    [choice] = json.loads(answered(body(stop=["Par"]), CALL))["choices"]
+    assert choice["message"]["content"] == CALL[: CALL.index("Par")]
+
+
+def test_several_answers_have_calls_each() -> None:
+    for stream in (False, True):
+        written = answered(body(n=2, stream=stream), CALL, "Hello")
+        parts = chunks(written) if stream else [json.loads(written)]
+        reasons = {
+            one["index"]: one["finish_reason"]
+            for part in parts
+            for one in part["choices"]
+            if one["finish_reason"]
+        }
+        assert reasons == {0: "tool_calls", 1: "stop"}
+
+
+def test_reasoning_is_shown_as_the_request_asks() -> None:
+    text = "<think>Hm</think>Hello"
+    hidden = body(include_reasoning=False, tools=[])
+    together = body(separate_reasoning=False, tools=[])
+    for payload, content in ((hidden, "Hello"), (together, text)):
+        message = json.loads(answered(payload, text))["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": content, "refusal": None}
+        streamed = joined(answered({**payload, "stream": True}, text))["choices"][0]
+        assert streamed["message"]["content"] == content
+        assert "reasoning_content" not in streamed["message"]
+        assert len(streamed["logprobs"]["content"]) == len(text) + 1
+    # The prompt decides where an answer begins.
+    for thinking, text in ((True, "Hm</think>Hello"), (False, "Hello")):
+        kwargs = {"enable_thinking": thinking}
+        message = json.loads(answered(body(chat_template_kwargs=kwargs), text))["choices"][0]
+        assert message["message"]["content"] == "Hello"
+        assert message["message"].get("reasoning_content") == ("Hm" if thinking else None)
+    tokenizer = ChatTokenizer("{{ reasoning_effort }}{{ enable_thinking }}<think>")
+    for effort, shown in (("high", "high"), ("none", "noneFalse")):
+        answered(body(reasoning_effort=effort, tools=[]), "Hi", tokenizer=tokenizer)
+        assert tokenizer.rendered[-1] == f"{shown}<think>"
+
+
+def test_the_template_gets_tools_and_the_history_as_sent() -> None:
+    tokenizer = ChatTokenizer("{{ tools | tojson }}{{ messages | tojson }}<tool_call>{'name'")
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "find", "arguments": '{"a": 1}'},
+    }
+    messages = [
+        {"role": "user", "content": "Find"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "found"}]},
+    ]
+    answered(body(messages=messages), "Hi", tokenizer=tokenizer)
+    shown, size = json.JSONDecoder().raw_decode(tokenizer.rendered[-1])
+    assert shown == [WEATHER, FIND]
+    assert [*shown[1]] == [*FIND], "the keys keep their order"
+    history, _ = json.JSONDecoder().raw_decode(tokenizer.rendered[-1][size:])
+    expected = {**call, "function": {"name": "find", "arguments": {"a": 1}}}
+    assert history[1] == {"role": "assistant", "content": "", "tool_calls": [expected]}
+    assert history[2]["tool_call_id"] == "call_1"
+    for more in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+        answered(body(messages=messages, **more), CALL, tokenizer=tokenizer)
+        assert tokenizer.rendered[-1].startswith("null")
+
+
+def test_mistrals_ids_have_nine_letters_and_digits() -> None:
+    special = ("[TOOL_CALLS]", "[ARGS]")
+    tokenizer = ChatTokenizer("{{ tools }}[TOOL_CALLS][ARGS]{{ messages | tojson }}", special)
+    call = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "found"},
+    ]
+    text = '[TOOL_CALLS]find[ARGS]{"a": 1}'
+    whole = json.loads(answered(body(messages=messages), text, tokenizer=tokenizer))
+    history = json.loads(tokenizer.rendered[-1].rpartition("[ARGS]")[2])
+    used = {history[0]["tool_calls"][0]["id"], history[1]["tool_call_id"]}
+    [made] = whole["choices"][0]["message"]["tool_calls"]
+    for one in (*used, made["id"]):
+        assert re.fullmatch("[a-zA-Z0-9]{9}", one)
+    assert len(used) == 1
+    assert made["function"] == {"name": "find", "arguments": '{"a": 1}'}
+    # Without tools their marks are special tokens like others.
+    plain = json.loads(answered(body(tools=[]), text, tokenizer=tokenizer))
+    assert plain["choices"][0]["message"]["content"] == 'find{"a": 1}'
+
+
+def test_what_is_wrong_is_named() -> None:
+    def tool(**function: Any) -> dict[str, Any]:
+        return {"type": "function", "function": function}
+
+    named = {"type": "function", "function": {"name": "no"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+    xml = ChatTokenizer("{{ tools }}<tool_call><function=")
+    for more, param, said, context in (
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "'get_weather'", {}),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name", "letters, digits", {}),
+        ({"tools": [tool(name="")]}, "tools[0].function.name", "letters, digits", {}),
+        ({"tools": [tool()]}, "tools[0].function.name", "missing", {}),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "custom", {}),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search", {}),
+        ({"tools": [tool(name="a", parameters=[])]}, "tools[0].function.parameters", "object", {}),
+        (
+            {"tools": [tool(name="a", parameters={"type": "array"})]},
+            "tools[0].function.parameters",
+            "type is object",
+            {},
+        ),
+        ({"tools": {}}, "tools", "a list of at most 512 tools", {}),
+        ({"tool_choice": named}, "tool_choice", "'no'", {}),
+        ({"tool_choice": choice}, "tool_choice", "allowed_tools", {}),
+        ({"tool_choice": "any"}, "tool_choice", "required", {}),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "none", {}),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported", {}),
+        ({}, "tools", "option.chat_template", {"tokenizer": ChatTokenizer("{{ messages }}")}),
+        ({}, "tools", "option.tool_call_parser", {"tokenizer": xml}),
+        ({}, "tools", "option.tool_call_parser=none", {"tool_call_parser": "none"}),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "high", {}),
+    ):
+        given = {"tokenizer": ChatTokenizer(), **context}
+        with pytest.raises(RequestError) as caught:
+            parse(body(**more), path="/v1/chat/completions", **given)
+        assert caught.value.param == param
+        assert said in str(caught.value)
+
+
+def test_a_choice_limits_the_calls() -> None:
+    def called(**more: Any) -> list[str]:
+        text = CALL + CALL.replace("get_weather", "find")
+        message = json.loads(answered(body(**more), text))["choices"][0]["message"]
+        return [one["function"]["name"] for one in message.get("tool_calls", [])]
+
+    function = {"type": "function", "function": {"name": "find"}}
+    allowed = {"mode": "auto", "tools": [function]}
+    assert called() == ["get_weather", "find"]
+    assert called(parallel_tool_calls=False) == ["get_weather"]
+    assert called(tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == ["find"]
+    assert called(tool_choice="none") == []
+
+
+def test_options_name_all_formats() -> None:
+    for name, formats in (
+        ("tool_call_parser", TOOL_FORMATS),
+        ("reasoning_parser", REASONING_FORMATS),
+    ):
+        options = get_args(get_type_hints(ServingOptions)[name])
+        assert {*options} == {"auto", "none", *(one.name for one in formats)}
