@@ -16,7 +16,7 @@ from djl_python_neuronx.artifacts.folder import file_names, reading
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
-from djl_python_neuronx.engine.loop import Host, LoopSettings
+from djl_python_neuronx.engine.loop import JOIN_S, Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.loading.launch import make_launch
@@ -27,7 +27,7 @@ from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads, client_label
 from djl_python_neuronx.telemetry import Metrics, Recorder
-from djl_python_neuronx.tracing import FLUSH_S, Tracing
+from djl_python_neuronx.tracing import Tracing
 from djl_python_neuronx.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ class Service:
             ServingError: an engine could not be loaded.
         """
         self.options = options
-        self._on_death = on_death
         self.metrics: Metrics = Metrics() if before is None else before.metrics
         self.tracing: Tracing | None = None
         if options.otlp_traces_endpoint is not None:
@@ -77,12 +76,11 @@ class Service:
             observer=self._recorder,
             cores=cores,
             settings=LoopSettings.of(options, room),
-            on_death=self._died,
+            on_death=on_death,
             on_progress=progress.stage,
         )
         with ExitStack() as made:
-            made.callback(self.flush)
-            made.callback(self.loop.close)
+            made.callback(self.stop)
             # The tokenizer and the engines load side by side: each imports a large library.
             start = self.loop.start_all if before is None else lambda: None
             started = ThreadPoolExecutor(1).submit(start)
@@ -233,10 +231,6 @@ class Service:
                 lambda copy=copy: copy.loop.streams.num_tokens(spec.cache_block)
             )
 
-    def _died(self, error: ServingError) -> None:
-        self._on_death(error)
-        self.flush()
-
     @property
     def speculation(self) -> dict[str, object] | None:
         """The speculation in use, as plain values: number of drafts, their source, whether it is active. Or None."""
@@ -247,15 +241,16 @@ class Service:
     def _max_prompt_chars(self) -> int | None:
         return most_characters(self.tokenizer.pieces, longest_prompt(self.loop.spec))
 
-    def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Export the spans that are left, for at most so long. No request comes any more."""
+    def stop(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
+        """Close the copies, see `Replicas.close`, and export what is left of the traces."""
+        closed = self.loop.close(drain_s, join_s)
         if self.tracing is not None:
-            self.tracing.close(timeout_s)
+            self.tracing.close()
+        return closed
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let running requests end for at most `drain_s`, then free the device. Idempotent."""
-        closed = self.loop.close(drain_s)
-        self.flush()
+        closed = self.stop(drain_s)
         self.tokenizer.close()
         if not closed:
             logger.error(

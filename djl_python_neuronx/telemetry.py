@@ -100,16 +100,13 @@ METRICS: dict[str, Metric] = {
 }
 
 
-_GATEWAY: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "vllm:num_requests_running": ("Sequences with a slot.", ("slots_in_use",)),
-    "vllm:num_requests_waiting": ("Sequences waiting for a slot.", ("waiting_requests",)),
-    "vllm:kv_cache_usage_perc": (
-        "Share of the KV cache that sequences use, from 0 to 1.",
-        ("kv_cache_used_tokens", "kv_cache_tokens"),
-    ),
+_GATEWAY = {
+    "vllm:num_requests_running": ("slots_in_use", ""),
+    "vllm:num_requests_waiting": ("waiting_requests", ""),
+    "vllm:kv_cache_usage_perc": ("kv_cache_used_tokens", "kv_cache_tokens"),
 }
-"""vLLM's gauges that the Gateway API's inference extension reads of a model server, each to a gauge of ours, or to two
-that are divided. Source: gateway-api-inference-extension, docs/proposals/003-model-server-protocol (2026-08)."""
+"""vLLM's gauges that the Gateway API's inference extension reads of a model server, each to a gauge of ours and the one
+that it is a share of. Source: gateway-api-inference-extension, docs/proposals/003-model-server-protocol (2026-08)."""
 _GAUGES = {f"{NAMESPACE}_{name}" for name, row in METRICS.items() if row.kind == "gauge"}
 
 
@@ -190,8 +187,6 @@ def exposition(models: Mapping[str, Metrics]) -> bytes:
     from prometheus_client.core import GaugeMetricFamily
 
     found: dict[str, Any] = {}
-    for name, (doc, _) in _GATEWAY.items():
-        found[name] = GaugeMetricFamily(name, doc, labels=["model_name", "model"])
     for model, metrics in models.items():
         totals: dict[str, float] = defaultdict(float)
         for metric in metrics.registry.collect():
@@ -201,11 +196,10 @@ def exposition(models: Mapping[str, Metrics]) -> bytes:
             totals[metric.name] = sum([one.value for one in samples])
             metric.samples = []
             found.setdefault(metric.name, metric).samples += samples
-        for name, (_, (gauge, *whole)) in _GATEWAY.items():
-            value = totals[f"{NAMESPACE}_{gauge}"]
-            for one in whole:
-                value /= totals[f"{NAMESPACE}_{one}"] or 1.0
-            found[name].add_metric([model, model], value)
+        for name, (part, whole) in _GATEWAY.items():
+            value = totals[f"{NAMESPACE}_{part}"] / (totals[f"{NAMESPACE}_{whole}"] or 1.0)
+            gauge = GaugeMetricFamily(name, METRICS[part].doc, labels=["model_name", "model"])
+            found.setdefault(name, gauge).add_metric([model, model], value)
     return generate_latest(SimpleNamespace(collect=found.values))
 
 

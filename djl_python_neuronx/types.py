@@ -103,7 +103,7 @@ class GenerationRequest(EngineRequest):
     """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
     arrived_s: float = field(default_factory=time.monotonic)
     trace: Mapping[str, str] = field(default_factory=dict)
-    """The client's `traceparent` and `tracestate`, if requests are traced."""
+    """The client's `traceparent` and `tracestate`, empty without."""
     protocol: str = ""
     """A label for logs and metrics."""
     prompt_name: str = "the prompt"

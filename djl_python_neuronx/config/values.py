@@ -498,9 +498,7 @@ Origins = Annotated[
 ]
 Endpoint = Annotated[
     str,
-    StringConstraints(
-        strip_whitespace=True, pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$", max_length=2048
-    ),
+    StringConstraints(strip_whitespace=True, pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"),
     Allowed("a URL without user and password, such as http://collector:4318/v1/traces"),
 ]
 Namespace = Annotated[

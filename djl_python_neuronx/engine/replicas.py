@@ -245,9 +245,9 @@ class Replicas:
             raise
         tokenizer = self._tokenizer()
         group = [Stream(one, tokenizer) for one in requests]
-        parts = dict.fromkeys([one.request_id for one in requests])
+        ends = dict.fromkeys([one.request_id for one in requests])
         for stream in group:
-            stream.begun, stream.parts = group[0].begun, parts
+            stream.begun, stream.ends = group[0].begun, ends
         return group
 
     def submit_all(self, group: Sequence[Stream], output_queue: OutputQueue) -> None:

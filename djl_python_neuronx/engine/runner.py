@@ -120,16 +120,9 @@ class Runner:
         tokens = rows if kind == "decode" else sum([int(part.lens.sum()) for part in parts])
         if self.backend.spec.mixed_steps and kind == "prefill":
             kind = "mixed"
-        return StepInfo(
-            kind,
-            ran.graph.bucket,
-            rows,
-            tokens,
-            ran.device_s,
-            cache=ran.graph.cache,
-            slots=ran.graph.slots or self.backend.spec.num_slots,
-            num_reprefilled=ran.output.num_reprefilled,
-        )
+        _, bucket, cache, slots = ran.graph
+        slots, again = slots or self.backend.spec.num_slots, ran.output.num_reprefilled
+        return StepInfo(kind, bucket, rows, tokens, ran.device_s, cache, slots, again)
 
     def _find(self, kind: GraphKind, parts: list[Rows]) -> Graph:
         spec, rows = self.backend.spec, parts[-1]

@@ -209,7 +209,7 @@ class Stream:
         self.last_token_s = self.submitted_s
         self.copy: int | None = None
         """The copy that last gave it a slot."""
-        self.parts: dict[str, Any] = {}
+        self.ends: dict[str, Any] = {}
         """The requests answered together, each to what `Tracing` keeps of its end, None until then."""
         self.begun: set[str] = set()
         """The requests answered together that have tokens, or that a step of this engine has begun. Ids, not `Stream`s:

@@ -58,11 +58,10 @@ def judge_vocabulary(model: Model, options: ServingOptions, situation: Situation
 
 def judge_tracing(options: ServingOptions, situation: Situation) -> None:
     """Report what the export of traces lacks, unless another machine will serve."""
-    endpoint = options.otlp_traces_endpoint
-    if endpoint is None or situation.is_named or situation.purpose is Purpose.COMPILE:
-        return
-    with situation.problems.catch():
-        exporter_class(endpoint, situation.environ)
+    serves = not (situation.is_named or situation.purpose is Purpose.COMPILE)
+    if options.otlp_traces_endpoint is not None and serves:
+        with situation.problems.catch():
+            exporter_class(situation.environ)
 
 
 def choose_machine(settings: Resolved, backend: str, situation: Situation) -> DeviceInfo:

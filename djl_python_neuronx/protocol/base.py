@@ -139,14 +139,6 @@ class ParseContext:
     """True if log-probabilities are available. With on-device sampling they are null in streams, and `details` are
     rejected."""
 
-    @property
-    def trace(self) -> dict[str, str]:
-        """See `GenerationRequest.trace`."""
-        if self.options.otlp_traces_endpoint is None:
-            return {}
-        names = ("traceparent", "tracestate")
-        return {name: self.headers[name] for name in names if name in self.headers}
-
     def check_size(self, body: bytes) -> None:
         """Refuse a body above the limit, or above what a prompt that fits can need.
 

@@ -51,6 +51,8 @@ MOST_SHOWN = 100
 MAX_IGNORED_LOGGED = 100
 """Unknown names that the log has: clients can make any number of them."""
 
+_TRACE = ("traceparent", "tracestate")
+"""Headers by which a client names its trace."""
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters that a model's generation_config.json sets, as in vLLM."""
 _SAME = (
@@ -303,7 +305,7 @@ class GenerationParameters(RequestModel):
             spaces_special=self.spaces_between_special_tokens,
             arrived_s=context.arrived_s,
             client_id=context.client_id,
-            trace=context.trace,
+            trace={name: one for name in _TRACE if (one := context.headers.get(name))},
             protocol=protocol,
             least_name="min_tokens" if self.min_tokens > self.min_new_tokens else "min_new_tokens",
             **more,

@@ -39,7 +39,6 @@ from djl_python_neuronx.server.http import (
 from djl_python_neuronx.server.keys import KeyCheck
 from djl_python_neuronx.server.models import Load, Loader, Model, Prepare
 from djl_python_neuronx.server.page import Page
-from djl_python_neuronx.tracing import FLUSH_S
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 JOIN_S = 0.5
 """Time after the drain for the engine to end by itself, and then for its threads."""
 ANSWER_S = 0.3
-"""Time after that to write the last answers, and before it to export the last spans."""
+"""Time after that, and after the export of the last spans, to write the last answers."""
 END_S = 1.7
 """Time after the drain until the process ends, whatever still runs."""
 
@@ -190,12 +189,8 @@ class Server(uvicorn.Server):
             count = sum(len(service.loop.streams) for service in services)
             logger.info("stopping drain_s=%g requests=%d", self._drain_s, count)
             pool, event_loop = ThreadPoolExecutor(len(services)), asyncio.get_running_loop()
-            ends_s = event_loop.time() + self._drain_s
-            closes = [partial(one.loop.close, self._drain_s, JOIN_S) for one in services]
+            closes = [partial(one.stop, self._drain_s, JOIN_S) for one in services]
             await asyncio.gather(*(event_loop.run_in_executor(pool, close) for close in closes))
-            flush_s = max(ANSWER_S, min(FLUSH_S, ends_s - event_loop.time()))
-            flushes = [partial(one.flush, flush_s) for one in services]
-            await asyncio.gather(*(event_loop.run_in_executor(pool, flush) for flush in flushes))
         await asyncio.wait([ending], timeout=ANSWER_S)
         for connection in list(self.server_state.connections):
             assert isinstance(connection, LimitedProtocol)  # noqa: S101  (of `Config`)
