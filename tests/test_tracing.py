@@ -317,6 +317,23 @@ def test_a_request_that_another_engine_goes_on_with_is_one_trace(collector: Coll
     assert decode.times[0] < event.time_unix_nano < decode.times[1]
 
 
+def test_a_request_ends_with_the_last_engine(collector: Collector) -> None:
+    backend = ToyBackend(TOY_SPEC)
+    fatal = StepError("the device is lost")
+    fatal.fatal = True
+    backend.fail_at = {3: fatal}
+    service = toy_service(backend, otlp_traces_endpoint=collector.url)
+    try:
+        run(service, GenerationRequest("a", [5], max_new_tokens=8, ignore_eos=True))
+    finally:
+        service.close()
+    root, below = collector.tree()
+    assert [one.name for one in below[root.name]] == ["queue", "prefill", "decode"]
+    assert root.raw.status.code == root.raw.status.STATUS_CODE_ERROR
+    assert root.raw.status.message == root.attributes["error.type"] == "step_error"
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3
+
+
 def test_headers_come_with_the_request_under_djl_serving(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
