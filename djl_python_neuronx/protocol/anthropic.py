@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, Self, TypedDict
 
@@ -19,14 +20,23 @@ from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol import openai
 from djl_python_neuronx.protocol.answers import (
     Answer,
+    ArgumentsEvent,
+    Call,
+    CallEvent,
     EndEvent,
     Event,
+    Part,
     Shape,
     StartEvent,
     TextEvent,
 )
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
-from djl_python_neuronx.protocol.openai_chat import MAX_MESSAGES, ChatParameters, ChatProtocol
+from djl_python_neuronx.protocol.openai_chat import (
+    MAX_MESSAGES,
+    ChatParameters,
+    ChatProtocol,
+    Effort,
+)
 from djl_python_neuronx.protocol.parameters import (
     EXPECTED,
     Count,
@@ -75,6 +85,15 @@ _OWN_NAMES = (
     ("guided_json ", "output_config.format.schema "),
 )
 """Names in the chat that a request becomes, and the client's in their place."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NO_THREADS = {"error_code": "thread_unsupported_request"}
+"""Details of an error by which the package's tool runner sends whole conversations."""
+_EMPTY = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+_SIGNATURE = "unsigned"
+"""Of reasoning: clients send it back, where nothing depends on it; those of the package need one."""
 _Block = Mapping[str, Any]
 
 
@@ -113,10 +132,43 @@ class MessageParam(LenientModel):
         return self
 
 
+def _custom(kind: object) -> object:
+    if kind != "custom":
+        expected = (
+            "custom: {kind} is a tool of Anthropic's, which a model does not know; leave it out"
+        )
+        raise PydanticCustomError(EXPECTED, expected, {"kind": str(kind)[:100]})
+    return kind
+
+
+class ToolParam(LenientModel):
+    """A tool."""
+
+    type: Annotated[Literal["custom"], BeforeValidator(_custom)] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: Flag | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """The same tool in OpenAI's chat."""
+        given = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        return {"type": "function", "function": {**given, "parameters": self.input_schema}}
+
+
+class ToolChoiceParam(LenientModel):
+    """A choice among the tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: Flag = False
+
+
 class Thinking(LenientModel):
-    """True if the model may reason before it answers. A budget is no limit here."""
+    """The choice to reason before the answer. A budget is no limit here."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] = "summarized"
 
 
 class JsonFormat(LenientModel):
@@ -130,7 +182,7 @@ class OutputConfig(RequestModel):
     """Form and effort of the answer."""
 
     format: JsonFormat | None = None
-    effort: str | None = None
+    effort: Effort | None = None
 
 
 class Metadata(LenientModel):
@@ -150,6 +202,8 @@ class CountParameters(GenerationParameters):
     ] = None
     stop_sequences: Strings = Field(default=[])
     stream: Flag = False
+    tools: list[ToolParam] = Field(default=[])
+    tool_choice: ToolChoiceParam = ToolChoiceParam(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: JsonFormat | None = None
@@ -172,6 +226,13 @@ class CountParameters(GenerationParameters):
         if self.thinking is not None:
             for name in ("enable_thinking", "thinking"):
                 variables.setdefault(name, self.thinking.type != "disabled")
+            values["include_reasoning"] = self.thinking.display != "omitted"
+        values["reasoning_effort"] = self.output_config.effort
+        values["tools"] = [one.chat() for one in self.tools]
+        choice = self.tool_choice
+        named = {"type": "function", "function": {"name": choice.name}}
+        values["tool_choice"] = _CHOICES.get(choice.type, named)
+        values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if (form := self.output_config.format or self.output_format) is not None:
             values["guided_json"] = form.json_schema
         *_, last = values["messages"] = list(self._turns())
@@ -288,18 +349,12 @@ class StreamEvent(TypedDict):
     usage: NotRequired[Usage]
 
 
-class ErrorFields(TypedDict):
-    """An error."""
-
-    type: str
-    message: str
-
-
 class ErrorBody(TypedDict):
     """A body, or an event of a stream, that is an error."""
 
     type: Literal["error"]
-    error: ErrorFields
+    error: dict[str, Any]
+    """Its type and message, and perhaps details."""
 
 
 class TokenCount(TypedDict):
@@ -320,24 +375,30 @@ class MessagesShape(Shape):
     ) -> None:
         """The arguments are those of `OpenAiShape`."""
         self._model = given.model or context.options.model_names[0]
+        self._shows = given.include_reasoning
         self._index, self._open = -1, ""
         """Of the newest block: its number, and its type while it is open."""
 
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """See `Shape`."""
-        answer = answers[0]
-        content = [{"type": "text", "text": answer.text}] if answer.text else []
+        answer, content = answers[0], list[_Block]()
+        if answer.reasoning and self._shows:
+            thought = {"thinking": answer.reasoning, "signature": _SIGNATURE}
+            content.append({"type": "thinking", **thought})
+        if answer.text:
+            content.append({"type": "text", "text": answer.text})
+        content += [_call(one, orjson.loads(one.arguments)) for one in answer.calls]
         return {**self._message(answer), "content": content, **_end(answer)}
 
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:
         """See `Shape`."""
         if isinstance(event, StartEvent):
             parts += [{"type": "message_start", "message": self._message(answer)}, {"type": "ping"}]
-        elif isinstance(event, TextEvent):
-            self._extend("text", event.text, parts)
-        elif isinstance(event, EndEvent) and event.error is not None:
+        elif not isinstance(event, EndEvent):
+            self._grow(event, parts)
+        elif event.error is not None:
             parts[:] = [self.error(event.error)]
-        elif isinstance(event, EndEvent):
+        else:
             self._close(parts)
             end = {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)}
             parts += [end, {"type": "message_stop"}]
@@ -359,12 +420,21 @@ class MessagesShape(Shape):
             "usage": _usage(answer),
         }
 
-    def _extend(self, kind: str, text: str, parts: list[Any]) -> None:
-        if text and self._open != kind:
-            self._begin({"type": kind, kind: ""}, parts)
-        if text:
-            delta = {"type": f"{kind}_delta", kind: text}
-            parts.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+    def _grow(self, event: Part, parts: list[Any]) -> None:
+        """Begin or extend a block."""
+        if isinstance(event, CallEvent):
+            self._begin(_call(event.call, {}), parts)
+        elif isinstance(event, ArgumentsEvent):
+            self._extend("input_json_delta", "partial_json", event.text, parts)
+        elif event.text and (self._shows or isinstance(event, TextEvent)):
+            kind = "text" if isinstance(event, TextEvent) else "thinking"
+            if self._open != kind:
+                self._begin(_EMPTY[kind], parts)
+            self._extend(f"{kind}_delta", kind, event.text, parts)
+
+    def _extend(self, kind: str, name: str, text: str, parts: list[Any]) -> None:
+        delta = {"type": kind, name: text}
+        parts.append({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _begin(self, block: _Block, parts: list[Any]) -> None:
         self._close(parts)
@@ -372,16 +442,24 @@ class MessagesShape(Shape):
         parts.append({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _close(self, parts: list[Any]) -> None:
+        if self._open == "thinking":
+            self._extend("signature_delta", "signature", _SIGNATURE, parts)
         if self._open:
             parts.append({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
 
+def _call(call: Call, arguments: object) -> _Block:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
 def _end(answer: Answer) -> dict[str, str | None]:
-    reason = "stop_sequence" if answer.stop else "end_turn"
+    reason, stop = "tool_use" if answer.calls else "end_turn", None
     if answer.finish_reason in (FinishReason.LENGTH, FinishReason.TIME):
         reason = "max_tokens"
-    return {"stop_reason": reason, "stop_sequence": answer.stop or None}
+    elif answer.stop:
+        reason, stop = "stop_sequence", answer.stop
+    return {"stop_reason": reason, "stop_sequence": stop}
 
 
 def _usage(answer: Answer) -> Usage:
@@ -405,7 +483,8 @@ def answer_error(error: ServingError) -> tuple[int, ErrorBody]:
     for other, own in _OWN_NAMES:
         text = text.replace(other, own)
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return status, {"type": "error", "error": {"type": kind, "message": text}}
+    more = {"details": _NO_THREADS} if getattr(error, "param", None) == "thread" else {}
+    return status, {"type": "error", "error": {"type": kind, "message": text, **more}}
 
 
 class _Chat(ChatProtocol):

@@ -20,7 +20,7 @@ _FIELDS = """
 [] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction
 [] | prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank sequence_bias
 [] | stop_regex task verbosity watermarking_config
-[] | container web_search_options
+[] | container thread web_search_options
 [false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
 [false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
 [false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts

@@ -239,6 +239,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "system": "",
         "temperature": 1,
         "thinking": {"type": "disabled"},
+        "thread": None,
+        "tool_choice": {"type": "none"},
         "tools": [],
         "top_k": 0,
         "top_p": 1,

@@ -23,7 +23,8 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import ParsedRequest
-from djl_python_neuronx.types import RENDERING, FinishReason, Rendering, TokenOutput
+from djl_python_neuronx.types import RENDERING, FinishReason, Rendering, Tokenizer, TokenOutput
+from tests.doubles.chat_model import TEMPLATE, ChatTokenizer
 from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
 from tests.protocol.parsing import SAMPLED, SAMPLING, parse
 from tests.protocol.wire_schemas import SCHEMAS
@@ -38,6 +39,7 @@ PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 class NotingTokenizer(ToyTokenizer):
     """Keeps what a template would get."""
 
+    template = TEMPLATE
     messages: Sequence[Mapping[str, Any]] = ()
     rendering = RENDERING
 
@@ -56,9 +58,14 @@ def body(*messages: Any, **more: Any) -> dict[str, Any]:
     return {"max_tokens": 9, "messages": list(messages) or [USER], **more}
 
 
-def answer(parsed: ParsedRequest, *ids: int, ends: FinishReason = FinishReason.LENGTH) -> bytes:
+def answer(
+    parsed: ParsedRequest,
+    *ids: int,
+    ends: FinishReason = FinishReason.LENGTH,
+    tokenizer: Tokenizer = TOKENIZER,
+) -> bytes:
     """The bytes for tokens, one a step, of which the last one ends the sequence."""
-    stream = TextStream(parsed.request, TOKENIZER)
+    stream = TextStream(parsed.request, tokenizer)
     made = b""
     for i, token_id in enumerate(ids, 1):
         reason = ends if i == len(ids) else None
@@ -188,6 +195,90 @@ def test_thinking_is_a_variable_of_the_template() -> None:
     assert tokenizer.rendering.variables == {**own, "enable_thinking": False}
 
 
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+READ = {"name": "read", "description": "Reads.", "input_schema": SCHEMA}
+LISTED = {
+    "type": "function",
+    "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA},
+}
+
+
+def test_a_template_gets_the_tools_of_a_chat() -> None:
+    more = {"type": "custom", "cache_control": {"type": "ephemeral"}, "defer_loading": True}
+    strict = {"name": "run", "input_schema": {"type": "object"}, "strict": True}
+    function = {"name": "run", "parameters": {"type": "object"}, "strict": True}
+    both = (LISTED, {"type": "function", "function": function})
+    for choice, listed in (
+        (None, both),
+        ({"type": "auto", "disable_parallel_tool_use": True}, both),
+        ({"type": "any"}, both),
+        ({"type": "tool", "name": "run"}, both),
+        ({"type": "none"}, ()),
+    ):
+        tokenizer = NotingTokenizer()
+        given = body(tools=[{**READ, **more}, strict], tool_choice=choice)
+        parse(given, path=PATH, tokenizer=tokenizer)
+        assert tuple(tokenizer.rendering.tools) == listed
+
+
+def test_effort_is_a_variable_of_the_template() -> None:
+    tokenizer = NotingTokenizer()
+    parse(body(output_config={"effort": "max"}), path=PATH, tokenizer=tokenizer)
+    assert tokenizer.rendering.variables == {"reasoning_effort": "max"}
+
+
+CALLS = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+USE = {"type": "tool_use", "name": "read", "input": {"path": "a"}}
+THOUGHT = {"type": "thinking", "thinking": "hm"}
+SAYS = {"type": "text", "text": "Yes."}
+WRITTEN: tuple[tuple[str, dict[str, Any], list[dict[str, Any]], str], ...] = (
+    (f"<think>hm</think>Yes.\n{CALLS}", {}, [THOUGHT, SAYS, USE], "tool_use"),
+    (f"{CALLS}\n{CALLS}", {}, [USE, USE], "tool_use"),
+    ("<think>\nhm\n</think>\n\nYes.", {}, [THOUGHT, SAYS], "end_turn"),
+    (
+        f"hm</think>{CALLS}",
+        {"thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"}},
+        [USE],
+        "tool_use",
+    ),
+    (f"{CALLS}", {"tools": []}, [{"type": "text", "text": CALLS}], "end_turn"),
+    ("", {}, [], "end_turn"),
+)
+"""Texts of a model, fields of a request, the content of the answer, and why it stopped."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_blocks(stream: bool) -> None:
+    tokenizer = ChatTokenizer()
+    failed = []
+    for text, more, content, reason in WRITTEN:
+        given = body(**{"tools": [READ], "stream": stream, **more})
+        parsed = parse(given, path=PATH, tokenizer=tokenizer)
+        ids = (*tokenizer.encode(text, special=False), 2)
+        sent = answer(parsed, *ids, ends=FinishReason.EOS, tokenizer=tokenizer)
+        found = SCHEMAS["messages_events" if stream else "messages"](sent).record
+        for block in found["content"]:
+            assert block.pop("id", "call_").startswith("call_")
+            assert block.pop("signature", "x")
+        if (found["content"], found["stop_reason"]) != (content, reason):
+            failed.append((text, found))
+    assert not failed
+
+
+def test_a_call_that_breaks_off_is_text_and_in_a_stream_a_part_of_its_input() -> None:
+    tokenizer, cut = ChatTokenizer(), CALLS[:-20]
+    for stream, content in (
+        (False, [{"type": "text", "text": cut}]),
+        (True, [{"type": "tool_use", "name": "read", "input": {}}]),
+    ):
+        parsed = parse(body(tools=[READ], stream=stream), path=PATH, tokenizer=tokenizer)
+        sent = answer(parsed, *tokenizer.encode(cut, special=False), tokenizer=tokenizer)
+        found = SCHEMAS["messages_events" if stream else "messages"](sent).record
+        for block in found["content"]:
+            block.pop("id", None)
+        assert (found["content"], found["stop_reason"]) == (content, "max_tokens")
+
+
 def test_every_parameter_arrives() -> None:
     given = body(
         **SAMPLING, stop_sequences=["<7>"], stop=["<8>"], max_time=5, metadata={"user_id": "me"}
@@ -285,6 +376,19 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
      "output_config.format.schema "),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]},
+     "'tools[0].type' is a string; expected custom: bash_20250124 is a tool of Anthropic's"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "'tools[0].name' is a string; expected a name"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema is missing"),
+    ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "'tools[0].input_schema' is"),
+    ({"tools": [READ, READ]}, "tools[1].name is 'read'"),
+    ({"tools": [READ]}, "tools cannot be called"),
+    ({"tools": [READ], "tool_choice": {"type": "tool", "name": "run"}}, "tool_choice names 'run'"),
+    ({"tools": [READ], "tool_choice": {"type": "tool"}}, "tool_choice names ''"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
+    ({"tool_choice": "auto"}, "'tool_choice' is a string"),
+    ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+    ({"thread": {"type": "create"}}, "'thread' is not supported"),
     ({"mcp_servers": [{}]}, "'mcp_servers' is not supported"),
     ({"container": "c"}, "'container' is not supported"),
     ({"n": 2}, "unknown parameter 'n'"),
@@ -303,6 +407,10 @@ def test_errors_name_the_clients_fields() -> None:
         else:
             failed.append((more, "accepted"))
     assert not failed
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(RequestError) as caught:
+        parse(body(thread=thread), path=PATH)
+    assert said(caught.value)["details"] == {"error_code": "thread_unsupported_request"}
     with pytest.raises(RequestError, match="max_tokens is missing"):
         parse({"messages": [USER]}, path=PATH)
 

@@ -50,6 +50,7 @@ PROGRAMS = tuple(
     Program(script, environment, tuple(packages.split()))
     for script, environment, packages in (
         ("openai_python.py", "openai", "openai"),
+        ("anthropic_python.py", "openai", "anthropic"),
         ("litellm_python.py", "openai", "litellm"),
         ("langchain_openai_python.py", "openai", "langchain-openai"),
         ("pydantic_ai_python.py", "openai", "pydantic-ai-slim[openai]"),
@@ -69,6 +70,7 @@ PROGRAMS = tuple(
         ("guidellm_command.py", "torch", "guidellm"),
         ("lm_eval_command.py", "torch", "lm-eval[api,hf]"),
         ("openai_node.mjs", "node", "openai"),
+        ("anthropic_node.mjs", "node", "@anthropic-ai/sdk"),
         ("huggingface_node.mjs", "node", "@huggingface/inference"),
         ("ai_node.mjs", "node", "ai @ai-sdk/openai-compatible"),
     )
