@@ -1,0 +1,1 @@
+"""Clients: what sends requests, and what it must get."""
