@@ -1,14 +1,15 @@
 """The reader of answers: text as it comes, into reasoning, text and calls of tools.
 
-Each character is looked at a bounded number of times, and the events are the same however the text is divided into
-tokens. Whitespace beside marks is part of nothing. What begins as a call and is none comes back as text.
+The events are the same however the text is divided into tokens, and each character is looked at a bounded number of
+times. Whitespace beside marks is part of nothing. What begins as a call and is none comes back as text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -30,18 +31,19 @@ from djl_python_neuronx.types import Tokenizer
 
 MOST_SPACE = 64
 """Most whitespace before a mark that is held back, and left out if the mark comes."""
-MOST_HEADER = 512
-"""Most characters between the start of a call and its arguments, where the name is no string of JSON."""
-_ARGUMENTS = ("arguments", "parameters")
-_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
-"""Keys of a call that an answer begins with; another one shows that it is none."""
+MOST_HEAD = 512
+"""Most characters of a call before arguments that are sent as they come."""
 _LAST_TOKENS = 16
 """Tokens at the end of a prompt that may have the beginning of the reasoning: one may be of a single letter."""
 _IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r"[^\s\w.+-]")
-"""The structure of JSON outside of its strings, and what is of no JSON."""
-_DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1, ":": 0, ",": 0, "": 0}
-"""Character of the structure, or "" for none, to the change of depth."""
+_OUTSIDE = re.compile(r'["{}]')
+_OBJECT_HEAD = (
+    rf'\s*\[?\s*\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+_KEYS = "name|type|id|arguments|parameters"
+_NO_OBJECT = re.compile(rf'\s*\[?\s*(?:[^\s\[{{]|\{{\s*(?:[^\s"]|"(?!(?:{_KEYS})")[^"]*"))')
+"""A beginning that is none of a call: the first key is another."""
+_NO_NAME = re.compile(r"[^{]*\{")
 
 
 def _any_of(texts: Iterable[str]) -> str:
@@ -53,9 +55,9 @@ class _Marks:
 
     def __init__(self, texts: Iterable[str]) -> None:
         space = rf"\s{{0,{MOST_SPACE}}}"
-        begun = {one[:i] for one in texts for i in range(1, len(one))}
+        begun = {one[:i] for one in texts for i in range(len(one))}
         self._whole = re.compile(f"{space}(?:{_any_of(texts)})" if begun else "(?!)")
-        self._begun = re.compile(rf"{space}(?:{_any_of(begun)})?\Z" if begun else r"\Z")
+        self._begun = re.compile(rf"{space}(?:{_any_of(begun)})\Z" if begun else r"\Z")
         self._most = MOST_SPACE + max(map(len, begun), default=0)
 
     def split(self, text: str, *, ends: bool) -> tuple[str, str, str]:
@@ -74,25 +76,24 @@ class _Syntax:
     """A format's calls as they are read."""
 
     def __init__(self, form: ToolFormat) -> None:
-        self.starts = _Marks(form.starts)
-        start = next((one for one in form.starts if form.before.startswith(one)), "")
+        self.starts = _marks(form.starts)
+        start = next(filter(form.before.startswith, form.starts), "")
         before = form.before.removeprefix(start)
         self.is_object = '"' in before
-        self.least_depth = 0 if self.is_object else 1
-        self.header = re.compile(rf"\s*{re.escape(before)}\s*({NAME})\s*(?:[^\w\s{{]\S*)?\s*")
-        """The text before the arguments of a call that is no object, with its name."""
-        self.object = re.compile(r"\s*\[?\s*\{" if form.opens.endswith("[") else r"\s*\{")
-        first = re.match(r"<[^>]*>|\{", before)
-        self.next = () if start or first is None else (first[0],)
+        named = rf"\s*{re.escape(before)}\s*({NAME})\s*(?:[^\w\s{{][^\s{{]*)?\s*(?=\{{)"
+        self.head = re.compile(_OBJECT_HEAD if self.is_object else named)
+        self.no_head = _NO_OBJECT if self.is_object else _NO_NAME
+        self.bare = ("{",) if form.bare else ()
+        self.next = () if start else tuple(re.findall(r"^(?:<[^>]*>|\{)", before))
         """The text with which a further call begins behind another one, if there is one."""
         ends = f"{form.after}{form.separator}{form.closes}"
         self.ends = tuple(re.findall(r"<[^>]*>|`+|[\],;]", ends))
-        self.bare, self.id_chars, self.texts = form.bare, form.id_chars, form.starts
+        self.id_chars = form.id_chars
 
 
 _NO_CALLS = ToolFormat("none", "", (), "", "")
-_syntax = cache(_Syntax)
 _marks = cache(_Marks)
+_syntax = cache(_Syntax)
 
 
 @dataclass(slots=True)
@@ -100,18 +101,14 @@ class _Open:
     """A call that is being read."""
 
     raw: list[str]
-    """The text so far, in parts, with the mark at which it began."""
-    name: str = ""
+    """The text so far, in parts; the first is the mark at which it began."""
+    size: int = 0
+    """Characters behind the mark that were looked at."""
     depth: int = 0
-    """Braces and brackets that are open; within the object of a call 1, within its arguments 2 and more."""
+    """Braces that are open."""
     quoted: bool = False
     escaped: bool = False
-    key: str | None = None
-    value: list[str] = field(default_factory=list)
-    """The text of the key, or behind it of the value, in parts."""
     arguments: list[str] = field(default_factory=list)
-    flows: bool = False
-    """True while the arguments are sent as they come."""
     call: Call | None = None
     """None until it is sent."""
 
@@ -129,11 +126,11 @@ class AnswerReader:
         self._num_calls = 0
         self._begins = reasoning.begins if reasoning else ()
         self._ends = _marks(reasoning.ends if reasoning else ())
-        self._state = self._think if inside else self._start
+        self._leads = _marks((*self._begins, *self._syntax.bare))
+        self._state = self._think if inside else self._lead
         self._open = _Open([])
-        self._held = ""
-        self._drops = inside
-        """True where whitespace is left out, behind a mark."""
+        self._held, self._drops = "", inside
+        """Text that no state has taken yet; True where its whitespace is left out, behind a mark."""
         self._tokens: list[Token] = []
         self._parts: list[Part] = []
 
@@ -172,24 +169,20 @@ class AnswerReader:
 
     # The states. Each takes what it can from `_held`, and returns True if another one can go on with the rest.
 
-    def _start(self, ends: bool) -> bool:
-        """The beginning of an answer, or of what follows its reasoning."""
-        text = self._held.lstrip()
-        space = self._held[: len(self._held) - len(text)]
-        if len(space) <= MOST_SPACE:
-            for mark in self._begins:
-                if text.startswith(mark):
-                    self._held, self._drops = text[len(mark) :], True
-                    self._state = self._think
-                    return True
-            bare = ("{",) if self._syntax.bare else ()
-            if bare and text.startswith(bare):
-                self._held = text
-                return self._begin(space)
-            if not ends and any(one.startswith(text) for one in (*self._begins, *bare)):
-                return False
-        self._state = self._write
-        return True
+    def _lead(self, ends: bool) -> bool:
+        """The beginning of an answer, or of what follows its reasoning or a call."""
+        text, mark, rest = self._leads.split(self._held, ends=ends)
+        if text:
+            self._state = self._write
+            return True
+        known = mark.lstrip()
+        if known in self._begins or known in self._syntax.ends:
+            self._held, self._drops = rest, True
+            self._state = self._think if known in self._begins else self._lead
+        elif mark:
+            self._held = known + rest
+            self._begin(mark.removesuffix(known))
+        return bool(mark)
 
     def _think(self, ends: bool) -> bool:
         """Reasoning."""
@@ -198,7 +191,7 @@ class AnswerReader:
             self._emit(ReasoningEvent(thought, ()))
         if mark:
             self._begins, self._drops = (), True
-            self._state = self._start
+            self._leads, self._state = _marks(self._syntax.bare), self._lead
         return bool(mark)
 
     def _write(self, ends: bool) -> bool:
@@ -208,130 +201,105 @@ class AnswerReader:
             text, mark, self._held = self._syntax.starts.split(text, ends=ends)
         if text:
             self._emit(TextEvent(text, ()))
-        return bool(mark) and self._begin(mark)
+        if mark:
+            self._begin(mark)
+        return bool(mark)
 
-    def _begin(self, mark: str) -> bool:
-        self._open = _Open([mark])
-        self._state = self._enter if self._syntax.is_object else self._name
-        return True
+    def _begin(self, mark: str) -> None:
+        self._open, self._state = _Open([mark]), self._enter
 
     def _enter(self, ends: bool) -> bool:
-        """The beginning of a call that is an object."""
-        if found := self._syntax.object.match(self._held):
-            self._held = self._held[found.end() :]
-            self._open.raw.append(found[0])
-            self._open.depth = 1
-            self._state = self._scan
-            return True
-        if not ends and len(self._held) <= MOST_SPACE and not self._held.strip().strip("["):
-            return False
-        return self._fail(0)
+        """A call up to its arguments; or all of it, if these come before its name, or in a string."""
+        one, syntax = self._open, self._syntax
+        text, self._held = self._held, ""
+        one.raw.append(text)
+        if one.size < MOST_HEAD:
+            begun = "".join(one.raw[1:])
+            found = syntax.head.match(begun[:MOST_HEAD])
+            if found and found[1] in self._names:
+                self._open = _Open([one.raw[0], found[0]], depth=syntax.is_object)
+                self._held, self._state = begun[found.end() :], self._flow
+                self._announce(found[1])
+                return True
+            if found or syntax.no_head.match(begun[:MOST_HEAD]):
+                return self._fail()
+        one.size += len(text)
+        if not syntax.is_object:
+            return (ends or one.size >= MOST_HEAD) and self._fail()
+        size = self._close(text, 0)
+        if not size:
+            return ends and self._cut()
+        one.raw[-1], self._held = text[:size], text[size:]
+        name, arguments = _call("".join(one.raw[1:]))
+        if name in self._names and _is_object(arguments):
+            self._announce(name)
+            self._send(arguments)
+        return self._finish()
 
-    def _name(self, ends: bool) -> bool:
-        """The name of a call that is no object."""
-        size = self._held.find("{")
-        if size < 0 and not ends and len(self._held) <= MOST_HEADER:
-            return False
-        found = self._syntax.header.fullmatch(self._held, 0, max(0, size))
-        if not found or found[1] not in self._names or size > MOST_HEADER:
-            return self._fail(0)
-        self._held = self._held[size:]
-        self._open = _Open([*self._open.raw, found[0]], found[1], 1, key=_ARGUMENTS[0])
-        self._state = self._scan
-        return True
+    def _flow(self, ends: bool) -> bool:
+        """The arguments of a call, sent as they come."""
+        size = self._close(self._held, int(self._syntax.is_object))
+        part = self._held[: size or None]
+        self._held = self._held[len(part) :]
+        self._open.raw.append(part)
+        self._send(part)
+        self._state = self._rest if size else self._flow
+        return bool(size) or (ends and self._cut())
 
-    def _scan(self, ends: bool) -> bool:
-        """The members of a call's object, or the arguments alone."""
+    def _rest(self, ends: bool) -> bool:
+        """The rest of an object, behind the arguments."""
         one, size = self._open, 0
-        for text, char in _segments(one, self._held):
-            size += len(text) + len(char)
-            if char not in _DEPTHS:
-                return self._fail(size - 1)
-            if not self._step(text, char):
-                return self._fail(size)
-            if one.depth == self._syntax.least_depth:
-                return self._finish(size)
-        one.raw.append(self._held)
-        self._held = ""
-        return ends and self._fail(0)
-
-    def _step(self, text: str, char: str) -> bool:
-        """Take text up to a brace, bracket, colon or comma, and this. Returns False if it is of no call."""
-        one = self._open
-        if char == "{" and one.depth == 1 and self._may_flow(text):
-            one.flows, text = True, ""
-        one.depth += _DEPTHS[char]
-        if one.flows:
-            self._send(text + char)
-            one.flows = one.depth > 1
-        elif char and one.depth == (1 if char in ":," else 0):
-            return self._member(char, text)
-        else:
-            one.value.append(text + char)
-        return True
-
-    def _may_flow(self, before: str) -> bool:
-        """True if the object that begins can be sent as it comes. `before`: text before it."""
-        one = self._open
-        known = one.name and one.key in _ARGUMENTS and not one.arguments
-        return bool(known) and not "".join([*one.value, before]).strip()
-
-    def _send(self, arguments: str) -> Call:
-        one = self._open
-        if one.call is None:
-            one.call = Call(one.name, self._num_calls, new_call_id(self._syntax.id_chars))
-            self._num_calls += 1
-            self._emit(CallEvent(one.call))
-        if arguments:
-            one.arguments.append(arguments)
-            self._emit(ArgumentsEvent(one.call, arguments))
-        return one.call
-
-    def _member(self, end: str, text: str) -> bool:
-        """Take a key or a value of the call's object. Returns False if it is none, or shows that this is no call."""
-        one = self._open
-        text = "".join([*one.value, text]).strip()
-        one.value.clear()
-        if one.key is None:
-            if end != ":":
-                return not text
-            one.key = key = _loads(text)
-            return isinstance(key, str) and (key in _KEYS or not self._syntax.bare)
-        if end in ":]":
-            return False
-        key, one.key = one.key, None
-        if key == "name":
-            name = _loads(text)
-            one.name = name if isinstance(name, str) and name in self._names else ""
-            return bool(one.name)
-        if key in _ARGUMENTS and text:
-            fits, one.arguments = not one.arguments, [text]
-            return fits
-        return True
-
-    def _finish(self, size: int) -> bool:
-        """End a call with the next `size` characters, or fail."""
-        one = self._open
-        text = "".join(one.arguments)
-        value = _loads(text)
-        if isinstance(value, str):  # JSON in a string
-            text, value = value, _loads(value)
-        if text in ("", "null"):
-            text, value = "{}", {}
-        if not one.name or not isinstance(value, dict):
-            return self._fail(size)
-        call = one.call or self._send(text)
-        call.arguments, call.whole = text, True
-        call.raw = "".join([*one.raw, self._held[:size]])
-        self._held, self._drops = self._held[size:], True
-        self._state = self._after
-        return True
-
-    def _fail(self, size: int) -> bool:
-        """Make text of what began as a call, with the next `size` characters."""
-        one = self._open
-        raw = "".join([*one.raw, self._held[:size]])
+        if one.depth:
+            size = self._close(self._held, 0) or len(self._held)
+            one.raw.append(self._held[:size])
         self._held = self._held[size:]
+        return (ends and self._cut()) if one.depth else self._finish()
+
+    def _close(self, text: str, depth: int) -> int:
+        """Count the braces of a call's next text. Returns the size up to the one that closes all but `depth`, or 0."""
+        one, size = self._open, 0
+        while size < len(text):
+            found = (_IN_STRING if one.quoted else _OUTSIDE).search(text, size + one.escaped)
+            one.escaped = False
+            if found is None:
+                break
+            char, size = found[0], found.end()
+            if one.quoted:
+                one.escaped = one.quoted = char == "\\"
+            elif char == '"':
+                one.quoted = True
+            else:
+                one.depth += 1 if char == "{" else -1
+                if one.depth <= depth:
+                    return size
+        return 0
+
+    def _announce(self, name: str) -> None:
+        self._open.call = Call(name, self._num_calls, new_call_id(self._syntax.id_chars))
+        self._num_calls += 1
+        self._emit(CallEvent(self._open.call))
+
+    def _send(self, arguments: str) -> None:
+        if arguments and self._open.call is not None:
+            self._open.arguments.append(arguments)
+            self._emit(ArgumentsEvent(self._open.call, arguments))
+
+    def _finish(self) -> bool:
+        """End a call, of which all text was taken."""
+        call, syntax = self._open.call, self._syntax
+        if call is not None:
+            call.whole = _is_object("".join(self._open.arguments))
+        self._cut()
+        if call is not None and call.whole:
+            more = syntax.next if self._num_calls < self._most else ()
+            self._leads, self._state = _marks((*syntax.ends, *more)), self._lead
+            self._drops = True
+        return True
+
+    def _cut(self) -> bool:
+        """Keep the text of a call; it comes back as text if the call is not whole."""
+        one = self._open
+        raw = "".join(one.raw)
         if one.call is None:
             self._emit(TextEvent(raw, ()))
         else:
@@ -339,50 +307,32 @@ class AnswerReader:
         self._state = self._write
         return True
 
-    def _after(self, ends: bool) -> bool:
-        """Behind a call: its end, and perhaps another one."""
-        text, syntax = self._held, self._syntax
-        for mark in syntax.ends:
-            if text.startswith(mark):
-                self._held, self._drops = text[len(mark) :], True
-                return True
-        more = (*syntax.texts, *syntax.next) if self._num_calls < self._most else ()
-        for mark in more:
-            if text.startswith(mark):
-                taken = 0 if mark in syntax.next else len(mark)
-                self._held = text[taken:]
-                return self._begin(text[:taken])
-        if not ends and any(mark.startswith(text) for mark in (*syntax.ends, *more)):
-            return False
-        self._state = self._write
-        return bool(text)
+    def _fail(self) -> bool:
+        """Go on with text behind the mark, which begins no call."""
+        mark, *rest = self._open.raw
+        if mark:
+            self._emit(TextEvent(mark, ()))
+        self._held, self._state = "".join(rest), self._write
+        return True
 
 
-def _segments(one: _Open, text: str) -> Iterator[tuple[str, str]]:
-    """The next text of a call as pairs: text, and a character outside of strings; "" at its end."""
-    size = start = 0
-    while size < len(text):
-        found = (_IN_STRING if one.quoted else _OUTSIDE).search(text, size + one.escaped)
-        one.escaped = False
-        if found is None:
-            break
-        size = found.end()
-        if one.quoted:
-            one.escaped = one.quoted = found[0] == "\\"
-        elif found[0] == '"':
-            one.quoted = True
-        else:
-            yield text[start : found.start()], found[0]
-            start = size
-    yield text[start:], ""
-
-
-def _loads(text: str) -> Any:  # noqa: ANN401
-    """The value of a text of JSON; None if it is none."""
+def _call(text: str) -> tuple[str, str]:
+    """Name and arguments, as JSON, of a call that is an object; empty where it has none."""
     try:
-        return orjson.loads(text)
+        found = json.loads(text[text.index("{") :])
+    except (ValueError, RecursionError):
+        return "", ""
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if not isinstance(arguments, str):  # which is JSON in a string
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    return name if isinstance(name, str) else "", arguments or "{}"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:
-        return None
+        return False
 
 
 def new_call_id(num_chars: int | None) -> str:

@@ -7,7 +7,8 @@ have.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -65,85 +66,70 @@ class ToolFormat:
         return [*self.starts, *self.inside, *_MARK.findall(text)]
 
 
-_OBJECT: Mapping[str, Any] = {"before": '{"name": "', "between": '", "arguments": ', "after": "}"}
-"""A call that is an object."""
-_LIST: Mapping[str, Any] = {**_OBJECT, "separator": ", ", "closes": "]"}
+def _format(
+    name: str,
+    template: str,
+    start: str,
+    call: str,
+    around: tuple[str, str, str] = ("", "", ""),
+    **more: Any,  # noqa: ANN401
+) -> ToolFormat:
+    """A row. `call`: one call, with NAME and ARGUMENTS; `around`: what opens, separates and closes them."""
+    before, _, rest = call.partition("NAME")
+    between, _, after = rest.partition("ARGUMENTS")
+    opens, separator, closes = around
+    return ToolFormat(
+        name, template, (start,), before, between, after, opens, separator, closes, **more
+    )
+
+
+_OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _TAG = r"<tool_call>(?:\\n|[\s'\"+~-])*"
-
-
-def _deepseek(words: str) -> str:
-    """A mark of DeepSeek's, which has a fullwidth bar and the blank of sentencepiece."""
-    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
-
-
-_DEEPSEEK: Mapping[str, Any] = {
-    "starts": (_deepseek("tool calls begin"),),
-    "opens": _deepseek("tool calls begin"),
-    "closes": _deepseek("tool calls end"),
+_DEEPSEEK = {
+    # Their marks have a fullwidth bar and the blank of sentencepiece.
+    word: f"<\uff5ctool\u2581{word}\uff5c>".replace(" ", "\u2581")
+    for word in ("calls begin", "call begin", "sep", "call end", "calls end")
 }
+_V3 = "{call begin}function{sep}NAME\n```json\nARGUMENTS\n```{call end}".format_map(_DEEPSEEK)
+_V31 = "{call begin}NAME{sep}ARGUMENTS{call end}".format_map(_DEEPSEEK)
+_CALLS, _CALL, _, _, _ENDED = _DEEPSEEK.values()
 
-TOOL_FORMATS: tuple[ToolFormat, ...] = (
-    ToolFormat(
+TOOL_FORMATS = (
+    _format(
         "hermes",
         _TAG + r"\{\\*[\"'](?:name|arguments)",
-        ("<tool_call>",),
-        before='<tool_call>\n{"name": "',
-        between='", "arguments": ',
-        after="}\n</tool_call>",
-        separator="\n",
+        "<tool_call>",
+        f"<tool_call>\n{_OBJECT}\n</tool_call>",
+        ("", "\n", ""),
     ),
-    ToolFormat(
-        "granite",
-        r"<\|tool_call\|>",
-        ("<|tool_call|>",),
-        opens="<|tool_call|>[",
-        **_LIST,
-    ),
-    ToolFormat("granite", _TAG + r"\[", ("<tool_call>",), opens="<tool_call>[", **_LIST),
-    ToolFormat(
+    _format("granite", r"<\|tool_call\|>", "<|tool_call|>", _OBJECT, ("<|tool_call|>[", ", ", "]")),
+    _format("granite", _TAG + r"\[", "<tool_call>", _OBJECT, ("<tool_call>[", ", ", "]")),
+    _format(
         "mistral",
         r"\[ARGS\]",
-        ("[TOOL_CALLS]",),
-        before="[TOOL_CALLS]",
-        between="[ARGS]",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
         inside=("[CALL_ID]",),
         id_chars=9,
     ),
-    ToolFormat(
+    _format(
         "mistral",
         r"\[TOOL_CALLS\]",
-        ("[TOOL_CALLS]",),
-        opens="[TOOL_CALLS][",
+        "[TOOL_CALLS]",
+        _OBJECT,
+        ("[TOOL_CALLS][", ", ", "]"),
         id_chars=9,
-        **_LIST,
     ),
-    ToolFormat(
+    _format(
         "llama3_json",
         r"\{\\*\"name\\*\": function name|<\|python_tag\|>",
-        ("<|python_tag|>",),
-        before='{"name": "',
-        between='", "parameters": ',
-        after="}",
-        separator="; ",
+        "<|python_tag|>",
+        _OBJECT.replace("arguments", "parameters"),
+        ("", "; ", ""),
         bare=True,
     ),
-    ToolFormat(
-        "deepseek_v3",
-        f"(?s){_deepseek('tool call begin')}.*```json",
-        before=f"{_deepseek('tool call begin')}function{_deepseek('tool sep')}",
-        between="\n```json\n",
-        after=f"\n```{_deepseek('tool call end')}",
-        separator="\n",
-        **_DEEPSEEK,
-    ),
-    ToolFormat(
-        "deepseek_v31",
-        _deepseek("tool call begin"),
-        before=_deepseek("tool call begin"),
-        between=_deepseek("tool sep"),
-        after=_deepseek("tool call end"),
-        **_DEEPSEEK,
-    ),
+    _format("deepseek_v3", f"(?s){_CALL}.*```json", _CALLS, _V3, (_CALLS, "\n", _ENDED)),
+    _format("deepseek_v31", _CALL, _CALLS, _V31, (_CALLS, "", _ENDED)),
 )
 """The formats. Of several whose template matches the first counts, also of those with one name."""
 
@@ -192,38 +178,39 @@ def found_format(formats: tuple[_Format, ...], option: str, template: str) -> _F
 
 
 NAME = r"[A-Za-z0-9_.:-]{1,128}"
-_NAMED = "a name of 1 to 128 letters, digits and _ . : -"
 
 
-def _name(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch(NAME, value):
-        raise PydanticCustomError(EXPECTED, _NAMED)
-    return value
+def _expects(fits: Callable[[Any], Any], expected: str) -> BeforeValidator:
+    """Refuse values that do not fit. `expected`: may show the `value`."""
+
+    def validate(value: object) -> object:
+        if not fits(value):
+            raise PydanticCustomError(EXPECTED, expected, {"value": str(value)[:100]})
+        return value
+
+    return BeforeValidator(validate)
 
 
-def _object_schema(schema: object) -> object:
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise PydanticCustomError(EXPECTED, "a JSON schema whose type is object")
-    return schema
-
-
-def _function(kind: object) -> object:
-    if kind != "function":
-        expected = (
-            '"function", because tools of other types ({kind}) run on the servers that have them'
-        )
-        raise PydanticCustomError(EXPECTED, expected, {"kind": str(kind)[:100]})
-    return kind
+_NAMED = _expects(
+    lambda name: isinstance(name, str) and re.fullmatch(NAME, name),
+    "a name of 1 to 128 letters, digits and _ . : -",
+)
+_OF_OBJECT = _expects(
+    lambda schema: isinstance(schema, dict) and schema.get("type", "object") == "object",
+    "a JSON schema whose type is object",
+)
+_FUNCTION = _expects(
+    lambda kind: kind == "function",
+    "function; tools of the type {value} run on servers that have them",
+)
 
 
 class ToolFunction(LenientModel):
     """A function that the model may call."""
 
-    name: Annotated[str, BeforeValidator(_name)]
+    name: Annotated[str, _NAMED]
     description: str | None = None
-    parameters: Annotated[
-        dict[str, Any] | None, BeforeValidator(_object_schema), WithJsonSchema({"type": "object"})
-    ] = None
+    parameters: Annotated[dict[str, Any] | None, _OF_OBJECT] = None
     """The schema of its arguments; None: it has none."""
     strict: bool | None = None
 
@@ -231,7 +218,7 @@ class ToolFunction(LenientModel):
 class Tool(LenientModel):
     """A tool."""
 
-    type: Annotated[Literal["function"], BeforeValidator(_function)]
+    type: Annotated[Literal["function"], _FUNCTION]
     function: ToolFunction
     _given: Mapping[str, Any] = PrivateAttr(default={})
 
@@ -266,13 +253,8 @@ def _choice(value: object) -> object:
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
         }:
-            names = [
-                one["function"]["name"]
-                for one in tools
-                if isinstance(one, dict) and isinstance(one.get("function"), dict)
-            ]
-            if len(names) == len(tools) and all(isinstance(one, str) for one in names):
-                return ToolChoice(mode, tuple(names))
+            with suppress(KeyError, TypeError):
+                return ToolChoice(mode, tuple([str(one["function"]["name"]) for one in tools]))
     expected = (
         'none, auto, required, {"type": "function", "function": {"name"}} or {"type": "allowed_tools", '
         '"allowed_tools": {"mode", "tools"}} with tools of type function'
@@ -329,16 +311,11 @@ class ToolFields(RequestModel):
         if mode == "none" or not functions:
             return None
         form = found_format(TOOL_FORMATS, options.tool_call_parser, tokenizer.template)
-        known = re.search(r"\btools\b", tokenizer.template)
-        if form is None or not known:
-            reason = (
-                "this deployment reads no calls (option.tool_call_parser=none)"
-                if options.tool_call_parser == "none"
-                else "how this model writes calls is not known by its chat template; set option.tool_call_parser"
-                if known
-                else "the chat template of this model lists no tools; set option.chat_template to one that does"
+        if form is None or not re.search(r"\btools\b", tokenizer.template):
+            msg = (
+                "tools cannot be called: the model's chat template lists none, or how the model writes calls is not "
+                "known by it. Set option.chat_template or option.tool_call_parser, or send tool_choice=none"
             )
-            msg = f"tools cannot be called: {reason}, or send tool_choice=none"
             raise UnsupportedParameterError(msg, "tools")
         allowed = {name: functions[name] for name in names or functions}
         return ToolUse(form, allowed, mode, self.parallel_tool_calls)

@@ -310,7 +310,7 @@ def test_what_is_wrong_is_named() -> None:
         ({"functions": [{"name": "f"}]}, "functions", "not supported", {}),
         ({}, "tools", "option.chat_template", {"tokenizer": ChatTokenizer("{{ messages }}")}),
         ({}, "tools", "option.tool_call_parser", {"tokenizer": xml}),
-        ({}, "tools", "option.tool_call_parser=none", {"tool_call_parser": "none"}),
+        ({}, "tools", "option.tool_call_parser", {"tool_call_parser": "none"}),
         ({"reasoning_effort": "much"}, "reasoning_effort", "high", {}),
     ):
         given = {"tokenizer": ChatTokenizer(), **context}
