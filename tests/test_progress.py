@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from djl_python_neuronx.cli import progress_bars
 from djl_python_neuronx.loading.compile_process import CompileProgress
 from djl_python_neuronx.loading.situation import SILENT
+from djl_python_neuronx.progress import progress_bars
 
 pytest.importorskip("rich", reason="needs the `check` extra")
 
