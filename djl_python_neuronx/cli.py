@@ -1,4 +1,4 @@
-"""The command line: ``djl-neuronx serve``, ``check``, ``compile``, ``convert``, ``options`` and ``completion``."""
+"""The command line ``djl-neuronx`` and its commands, from ``serve`` to ``completion``."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from djl_python_neuronx import bench
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config import flags
 from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, MODEL_DIR, environment, taken
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
+from djl_python_neuronx.progress import progress_bars
 from djl_python_neuronx.telemetry import setup_logging
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from djl_python_neuronx.loading.compile_process import CompileProgress
     from djl_python_neuronx.loading.prepared import Prepared
-    from djl_python_neuronx.loading.situation import LoadProgress
     from djl_python_neuronx.planning.machines import DeviceInfo
     from djl_python_neuronx.service import Service
 
@@ -91,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compile(commands)
     _add_convert(commands)
     _add_options_command(commands)
+    _add_bench(commands)
     _add_completion(commands)
     return parser
 
@@ -252,6 +251,17 @@ def _add_options_command(commands: Commands) -> None:
         "names", nargs="*", metavar="name", help="or a flag or variable; default: list all names"
     )
     _complete(command, _options, log_level="info")
+
+
+def _add_bench(commands: Commands) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="measure a running server under load",
+        description="Send requests to a running server, and print times to first token, between tokens and end to end, "
+        "throughput and goodput. Needs the extra `bench`: guidellm sends and measures. docs/bench.md explains all.",
+    )
+    bench.add_arguments(command)
+    _complete(command, bench.run, log_level="info")
 
 
 def _add_completion(commands: Commands) -> None:
@@ -555,64 +565,6 @@ def _port_from_environment() -> int:
     except argparse.ArgumentTypeError as error:
         msg = f"environment variable SAGEMAKER_BIND_TO_PORT: {error}"
         raise ConfigError(msg) from error
-
-
-@contextmanager
-def progress_bars(stream: TextIO) -> Iterator[LoadProgress]:
-    """Progress bars for transfers and compilation, below the log. None if `stream` is no terminal, or without rich."""
-    from djl_python_neuronx.loading.situation import SILENT, LoadProgress
-
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        yield SILENT
-        return
-    console = Console(file=stream)
-    if not console.is_terminal:
-        yield SILENT
-        return
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    bars = Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-    )
-    transfers = bars.add_task("transfer", total=None, visible=False, state="")
-    graphs = bars.add_task("compile", total=None, visible=False, state="")
-
-    def transfer(done: int, total: int) -> None:
-        state = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
-        bars.update(transfers, completed=done, total=total, visible=done < total, state=state)
-
-    def compiled(progress: CompileProgress) -> None:
-        done, total = progress.num_done, progress.num_graphs
-        bars.update(graphs, completed=done, total=total, visible=done < total, state=str(progress))
-
-    with _log_above(console), bars:
-        yield LoadProgress(transfer, compiled)
-
-
-@contextmanager
-def _log_above(console: Console) -> Iterator[None]:
-    """Write log lines through the console, which keeps them above the bars."""
-    from rich.file_proxy import FileProxy
-
-    handlers = [
-        handler
-        for handler in logging.getLogger("djl_python_neuronx").handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream is console.file
-    ]
-    for handler in handlers:
-        handler.setStream(FileProxy(console, console.file))
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.setStream(console.file)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ WRONG = [
     (["serve", "--trust-remote-code", "false", TINY], "--no-trust-remote-code"),
     (["check", "--trust-remote-code", "true"], "take no value"),
     (["compile", "--output", "x", "--trust-remote-code", "false"], "trust_remote_code=false"),
+    (["bench", "--goodput", "tpot:5"], "ttft, itl, e2e"),
+    (["bench", "--goodput", "ttft:no"], "above 0"),
+    (["bench", "--rate", "0"], "above 0"),
+    (["bench", "--concurrency", "1.5"], "whole number"),
+    (["bench", "--concurrency", "1", "--rate", "1"], "not allowed with"),
 ]
 
 
