@@ -168,7 +168,7 @@ class Thinking(LenientModel):
     """The choice to reason before the answer. A budget is no limit here."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    display: Literal["summarized", "omitted"] = "summarized"
+    display: Any = None
 
 
 class JsonFormat(LenientModel):

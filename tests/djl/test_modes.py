@@ -10,6 +10,7 @@ import pytest
 from tests.clients import hostile, sdks
 from tests.djl.folders import MAX_RUNNING, MAX_WAITING, MODEL, write_model
 from tests.djl.questions import CHECKS, COUNT, body, generated
+from tests.protocol.wire_schemas import SCHEMAS
 
 pytest.importorskip("torch", reason="needs the `cpu` extra")
 pytestmark = pytest.mark.djl
@@ -293,6 +294,29 @@ def test_chats_of_clients_are_answered_right(url, ask):
 )
 def test_clients_get_what_the_embedded_server_gives_them(url, check):
     check(url)
+
+
+def test_messages_of_anthropic(served, mode):
+    """The path is unknown here: a header, or the body, tells them from OpenAI's chats."""
+    version = {"anthropic-version": "2023-06-01"}
+    asked = []
+    for i, check in enumerate(sdks.CHATS[:8]):
+        system = [one["content"] for one in check["messages"] if one["role"] == "system"]
+        messages = [one for one in check["messages"] if one["role"] != "system"]
+        fields = {"max_tokens": check["max_new_tokens"], "temperature": 0, "stream": i % 2 == 1}
+        request = {"messages": messages, **fields, **({"system": system[0]} if system else {})}
+        asked += served.submit("tiny", request, headers={} if system else version)
+    for i, (answer, check) in enumerate(zip(asked, sdks.CHATS[:8], strict=True)):
+        answer.wait()
+        assert (answer.status, answer.errors) == (200, []), answer.content
+        assert answer.headers["Content-Type"] == ("text/event-stream" if i % 2 else JSON)
+        found = SCHEMAS["messages_events" if i % 2 else "messages"](answer.content)
+        assert found.texts == [check["completion"]]
+    image = {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}
+    refused = one(served, image, headers=version)
+    assert refused.status == 400
+    error = json.loads(refused.content)["error"]
+    assert "block 0 is image" in (error["message"] if mode == "plain" else error)
 
 
 def test_errors_are_those_of_the_openai_client(url, mode):
