@@ -113,6 +113,7 @@ class ScriptedBackend(ToyBackend):
         """See `Backend`."""
         prompt = b"".join(map(self._tokenizer.token_bytes, prompt_ids)).decode(errors="replace")
         asked = max(self._scripts, key=prompt.rfind)
+        self._require(asked in prompt, f"no script answers {prompt!r}")
         ids = self._tokenizer.encode(self._scripts[asked], special=False)
         self._answers[slot] = len(prompt_ids), [*ids, EOS]
         return super().acquire(slot, prompt_ids, adapter, salt)
