@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from djl_python_neuronx.errors import RequestError, UnsupportedParameterError, json_type
@@ -51,10 +52,12 @@ _NOTES = frozenset({"title", "description", "default", "example", "examples", "$
 _ANY = "/(?s:.*)/"
 _GAP = r"[ \n]{0,2}"
 """Whitespace that models write or leave out around the punctuation of a call."""
+_MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+])")
 _PUNCTUATION = re.compile(r"(\s*[][{},:;]\s*|\s+)")
-_MEMBERS = r'(?:\s*"(?:type|id)"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+)\s*,)*\s*'
-_BARE = rf'\s*\{{{_MEMBERS}"name"\s*:\s*"%s"\s*,{_MEMBERS}"(?:arguments|parameters)"\s*:'
-"""The beginning of a call without a mark, as `protocol/reading.py` reads it: it names a tool, and has arguments."""
+_SPACE = r"[ \t\r\n]*"
+_MEMBERS = rf'(?:{_SPACE}"(?:type|id)"{_SPACE}:{_SPACE}(?:"(?:[^"\\]|\\.)*"|[0-9A-Za-z.+-]+){_SPACE},)*{_SPACE}'
+BARE = rf'{_SPACE}\{{{_MEMBERS}"name"{_SPACE}:{_SPACE}"%s"{_SPACE},{_MEMBERS}"(?:arguments|parameters)"{_SPACE}:'
+"""A regex of the beginning of a call without a mark, with the name: `protocol/reading.py` reads no other one then."""
 _SPECIAL = re.compile(r"<\[\d+]>")
 _PROBED_BYTES = 128
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -69,6 +72,11 @@ def _library() -> Any:  # noqa: ANN401
         msg = f"needs llguidance ({error}); expected it installed. Run `pip install 'llguidance>=1.9'`"
         raise UnsupportedParameterError(msg) from error
     return llguidance
+
+
+def is_installed() -> bool:
+    """True if there is the library."""
+    return find_spec("llguidance") is not None
 
 
 class Vocabulary:
@@ -294,23 +302,22 @@ def _tools(value: Mapping[str, Any], whitespace: str | None) -> str:
     of a `text` without calls, else any text is one.
     """
     special = value["special"]
-    marks = re.compile(f"({'|'.join(map(re.escape, special)) or '$^'})")
 
     def written(text: str) -> str:
-        parts = [one for one in marks.split(text) if one]
-        return " ".join(f"<[{special[one]}]>" if one in special else _loose(one) for one in parts)
+        return " ".join(
+            f"<[{special[one]}]>" if one in special else _loose(one)
+            for one in _MARK.split(text)
+            if one
+        )
 
     begin, mark = value["opens"] + value["before"], value["starts"][0]
+    inside = "".join(f"({written(one)} /[0-9A-Za-z]{{1,64}}/)?" for one in value["inside"])
     more = f"({written(value['separator'] + value['before'])} call)*" if value["parallel"] else ""
-    rules, calls, bare = [f"end: {more} {written(value['closes'])}"], list[str](), list[str]()
+    rules, calls = [f"end: {more} {written(value['closes'])}"], list[str]()
     for i, (name, schema, strict) in enumerate(value["tools"]):
         arguments = json.dumps(_arguments(name, schema, strict, whitespace))
-        rules += [
-            f"rest_{i}: %json {arguments} {written(value['after'])}",
-            f"bare_{i}[lazy]: /{_BARE % _escaped(name)}/",
-        ]
-        calls.append(f"{written(name + value['between'])} rest_{i}")
-        bare.append(f"bare_{i} {_loose(' ')} rest_{i}")
+        rules.append(f"rest_{i}: %json {arguments} {written(value['after'])}")
+        calls.append(f"/{_escaped(name)}/ {inside} {written(value['between'])} rest_{i}")
     rules.append(f"call: {' | '.join(calls)}")
     if value["choice"] != "auto":
         leads = f"<[{special[mark]}]>?" if value["bare"] and mark in special else ""
@@ -324,15 +331,22 @@ def _tools(value: Mapping[str, Any], whitespace: str | None) -> str:
         f"head[lazy]: /{before}{_escaped(mark)}/",
         f"block: ({opened}) {written(begin.removeprefix(mark))} call end",
     ]
-    again = value["parallel"] and value["text"] is None
+    # Text may follow where a further call has its own mark: the reader takes other JSON for one.
+    again = value["parallel"] and value["before"].startswith(mark) and value["text"] is None
     start = f"block* {text}" if again else f"block | {text}"
     if value["bare"] and value["text"] is None:
-        start += f" | ({' | '.join(bare)}) end"
+        start += " | bare end"
+        heads = [BARE % _escaped(name) for name, *_ in value["tools"]]
+        rules += [f"bare_{i}[lazy]: /{head}/" for i, head in enumerate(heads)]
+        bare = [f"bare_{i} {_loose(' ')} rest_{i}" for i in range(len(heads))]
+        rules.append(f"bare: {' | '.join(bare)}")
     return "\n".join([f"start: {start}", *rules])
 
 
 def _loose(text: str) -> str:
-    """Lark for a text around whose punctuation there may be whitespace."""
+    """Lark for a mark, or for a text around whose punctuation there may be whitespace."""
+    if _MARK.fullmatch(text):
+        return f"/{_escaped(text)}/"
     if not text.strip():
         return f"/{_GAP.replace('0', '1')}/?"
     parts = [

@@ -38,7 +38,12 @@ WEATHER = {
     "additionalProperties": False,
 }
 UNIQUE = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
-TOOLS = [("get", UNIQUE, False), ("get_weather", WEATHER, True), ("now", None, False)]
+TOOLS = [
+    ("get", UNIQUE, False),
+    ("get_weather", WEATHER, True),
+    ("now", None, False),
+    ("a.b:c", None, False),
+]
 BATH, OSLO = '{"city": "Bath }"}', '{"city":"Oslo","days":2}'
 DS = "<\uff5ctool\u2581{}\uff5c>"
 CALLS, ENDS, BEGIN, END_ONE, SEP = (
@@ -111,7 +116,7 @@ def value(
         for one in TOOL_FORMATS
         if one.name == name.split()[0] and all(part in texts(one) for part in name.split()[1:])
     )
-    tools = TOOLS[2:] if choice == "named" else TOOLS
+    tools = TOOLS[2:3] if choice == "named" else TOOLS
     return {
         **vars(form),
         "special": special,
@@ -147,6 +152,8 @@ def test_calls_of_each_format_are_accepted_as_the_choice_asks_and_others_are_not
             for one in (written.one, written.two)
         )
         unknown = written.one.replace("get_weather", "got")
+        dotted = written.one.replace("get_weather", "a.b:c").replace(BATH, "{}")
+        spaced = dotted.replace("a.b:c", "a.b: c")
         unfit = written.one.replace(BATH, '{"days": 2}')
         free = ["", "Hello.\n", '{"name": "Alice"}', '{"name": "get", "age": 2}', '[{"a": 1}]']
         for known in ({}, SPECIAL):
@@ -164,13 +171,15 @@ def test_calls_of_each_format_are_accepted_as_the_choice_asks_and_others_are_not
             wanted = {
                 "auto": ([*free, *calls, written.two], [unfit, cut if mark else unfit]),
                 "one of auto": ([*free, *calls], [unfit, written.two]),
-                "required": ([*calls, written.two], [*free, unknown, unfit, cut]),
+                "required": ([*calls, written.two, dotted], [*free, unknown, unfit, cut, spaced]),
                 "one": (calls, [*free, unknown, unfit, written.two]),
                 "named": ([first], [*free, *calls, named]),
             }
             if mark:
                 beside = [f"Hello.\n{written.one}", f"Hello <{written.two}"]
-                wanted["auto"][0].extend([*beside, f"{written.one} Hello {written.one}"])
+                again = f"{written.one} Hello {written.one}"
+                wanted["auto"][name not in ("hermes", "mistral [ARGS]")].append(again)
+                wanted["auto"][0].extend(beside)
                 wanted["auto"][1].extend([mark, f"Hello {mark}", unknown, f"{mark}{mark}"])
                 wanted["one of auto"][0].extend(beside[:1])
                 wanted["one of auto"][1].extend([mark, beside[1], f"{written.one}{mark}"])
@@ -181,6 +190,15 @@ def test_calls_of_each_format_are_accepted_as_the_choice_asks_and_others_are_not
                     if accepts(grammars[how], text, known) != (text in good)
                 ]
     assert wrong == []
+
+
+def test_a_call_may_have_an_id_where_the_format_has_a_mark_for_it() -> None:
+    for special in ({}, {**SPECIAL, "[CALL_ID]": 299}):
+        for choice in ("auto", "required"):
+            grammar = checked("tools", json.dumps([value("mistral [ARGS]", choice, special), None]))
+            text = f"[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{BATH}"
+            cases = {text: True, text.replace("a1B2c3D4e", ""): False}
+            assert {one: accepts(grammar, one, special) for one in cases} == cases
 
 
 def test_a_call_without_a_mark_is_held_from_its_name_and_arguments_on() -> None:

@@ -182,7 +182,7 @@ def _host_reason(request: EngineRequest, spec: ModelSpec) -> str | None:
         )
     if request.grammar is not None:
         refused.append(
-            "structured output (response_format, structured_outputs, guided_* or grammar)"
+            "structured output (response_format, structured_outputs, guided_*, grammar, or a tool_choice of calls)"
         )
     if refused:
         return (

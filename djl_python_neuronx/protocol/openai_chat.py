@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, Union
 
@@ -44,7 +45,8 @@ from djl_python_neuronx.protocol.parameters import (
     MaybeCount,
     validated,
 )
-from djl_python_neuronx.protocol.reading import AnswerReader, begins_within, marked_ids
+from djl_python_neuronx.protocol.reading import AnswerReader, begins_within, special_marks
+from djl_python_neuronx.protocol.structured_output import asked
 from djl_python_neuronx.protocol.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -446,11 +448,15 @@ class ChatProtocol(OpenAiProtocol):
             msg = "top_logprobs needs logprobs=true; set it, or leave top_logprobs out"
             raise RequestError(msg, param="top_logprobs")
         tokenizer, options = context.tokenizer, context.options
-        use, reasoning = given.tool_use(tokenizer, options), None
-        if given.separate_reasoning:
-            reasoning = found_format(
-                REASONING_FORMATS, options.reasoning_parser, tokenizer.template
-            )
+        use = given.tool_use(tokenizer, options)
+        if use is not None and use.format.bare and use.mode == "auto" and asked(given) is not None:
+            # JSON is the text then, and a call has its mark.
+            use = replace(use, format=replace(use.format, bare=False))
+        thoughts = found_format(REASONING_FORMATS, options.reasoning_parser, tokenizer.template)
+        reasoning = thoughts if given.separate_reasoning else None
+        prompt_ids = given.encode(given.messages, context)
+        inside = thoughts is not None and begins_within(thoughts, prompt_ids, tokenizer)
+        special = special_marks(tokenizer, use.format if use else None, thoughts)
         common = self.common_request(
             given,
             context,
@@ -461,10 +467,12 @@ class ChatProtocol(OpenAiProtocol):
             logprobs=given.logprobs,
             top_logprobs=given.top_logprobs,
             prompt_name="the conversation",
-            shown_ids=marked_ids(tokenizer, use.format if use else None, reasoning),
+            shown_ids=frozenset(special.values()),
+            calls=use.grammar(special) if use else None,
+            reasoning={**vars(thoughts), "special": special, "inside": inside}
+            if thoughts
+            else None,
         )
-        prompt_ids = given.encode(given.messages, context)
-        inside = reasoning is not None and begins_within(reasoning, prompt_ids, tokenizer)
         return self.parsed(
             common,
             [prompt_ids],
@@ -473,7 +481,13 @@ class ChatProtocol(OpenAiProtocol):
             count=given.n,
             with_logprobs=given.logprobs,
             shape=shape,
-            reader=partial(AnswerReader, use, reasoning, inside=inside)
+            reader=partial(
+                AnswerReader,
+                use,
+                reasoning,
+                inside=inside and reasoning is not None,
+                is_held=common.grammar is not None,
+            )
             if use or reasoning
             else None,
         )

@@ -269,9 +269,13 @@ class GenerationParameters(RequestModel):
         context: ParseContext,
         protocol: str,
         sampling: SamplingParams,
+        calls: Mapping[str, Any] | None = None,
+        reasoning: Mapping[str, Any] | None = None,
         **more: Any,  # noqa: ANN401
     ) -> GenerationRequest:
         """The request that its sequences share. `more`: further fields of `GenerationRequest`.
+
+        `calls`, `reasoning`: see `grammar_of`.
 
         Raises:
             UnsupportedParameterError: the stop strings are too many.
@@ -296,7 +300,7 @@ class GenerationParameters(RequestModel):
             stop_strings=tuple(dict.fromkeys(self.stop)),
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
-            grammar=grammar_of(self, context.tokenizer),
+            grammar=grammar_of(self, context, calls, reasoning),
             max_seconds=self.max_time,
             priority=self._priority(context.options),
             client=self._client(context),

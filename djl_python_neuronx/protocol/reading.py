@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from djl_python_neuronx.engine.detokenizer import Delta, Token
+from djl_python_neuronx.grammar import BARE
 from djl_python_neuronx.protocol.answers import (
     ArgumentsEvent,
     Call,
@@ -37,9 +38,7 @@ _LAST_TOKENS = 16
 """Tokens at the end of a prompt that may have the beginning of the reasoning: one may be of a single letter."""
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}]')
-_OBJECT_HEAD = (
-    rf'\s*\[?\s*\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-)
+_OBJECT_HEAD = rf"\s*\[?{BARE % f'({NAME})'}\s*(?=\{{)"
 _KEYS = "name|type|id|arguments|parameters"
 _NO_OBJECT = re.compile(rf'\s*\[?\s*(?:[^\s\[{{]|\{{\s*(?:[^\s"]|"(?!(?:{_KEYS})")[^"]*"))')
 """A beginning that is none of a call: the first key is another."""
@@ -117,9 +116,18 @@ class AnswerReader:
     """The `Reader` of a model's formats. One sequence."""
 
     def __init__(
-        self, use: ToolUse | None, reasoning: ReasoningFormat | None, *, inside: bool = False
+        self,
+        use: ToolUse | None,
+        reasoning: ReasoningFormat | None,
+        *,
+        inside: bool = False,
+        is_held: bool = False,
     ) -> None:
-        """Without `use` and `reasoning` all is text. `inside`: the answer begins within its reasoning."""
+        """Without `use` and `reasoning` all is text. `inside`: the answer begins within its reasoning.
+
+        `is_held`: a grammar holds the calls, and one without a mark begins as there (`grammar.BARE`).
+        """
+        self._is_held = is_held
         self._syntax = _syntax(use.format if use else _NO_CALLS)
         self._names: Collection[str] = use.functions if use else ()
         self._most = inf if use and use.parallel and use.mode != "named" else 1
@@ -231,7 +239,8 @@ class AnswerReader:
             return ends and self._cut()
         one.raw[-1], self._held = text[:size], text[size:]
         name, arguments = _call("".join(one.raw[1:]))
-        if name in self._names and _is_object(arguments):
+        is_free = self._is_held and not one.raw[0].strip()
+        if name in self._names and _is_object(arguments) and not is_free:
             self._announce(name)
             self._send(arguments)
         return self._finish()
@@ -340,12 +349,12 @@ def new_call_id(num_chars: int | None) -> str:
     return secrets.token_hex(16)[:num_chars] if num_chars else f"call_{secrets.token_hex(12)}"
 
 
-def marked_ids(
+def special_marks(
     tokenizer: Tokenizer, *formats: ToolFormat | ReasoningFormat | None
-) -> frozenset[int]:
-    """The special tokens that are marks of formats."""
-    ids = [tokenizer.special_id(mark) for one in formats if one for mark in one.marks]
-    return frozenset([one for one in ids if one is not None])
+) -> dict[str, int]:
+    """The ids of special tokens that are marks of formats, by their text."""
+    ids = {mark: tokenizer.special_id(mark) for one in formats if one for mark in one.marks}
+    return {mark: one for mark, one in ids.items() if one is not None}
 
 
 def begins_within(

@@ -13,10 +13,11 @@ from djl_python_neuronx.errors import (
     UnsupportedParameterError,
     json_type,
 )
-from djl_python_neuronx.grammar import KINDS, MOST_CHARS
+from djl_python_neuronx.grammar import KINDS, MOST_CHARS, is_installed
 from djl_python_neuronx.types import Tokenizer
 
 if TYPE_CHECKING:
+    from djl_python_neuronx.protocol.base import ParseContext
     from djl_python_neuronx.protocol.parameters import GenerationParameters
 
 KIND_OF = {
@@ -37,16 +38,37 @@ Asked = tuple[str, str, Any, "str | None"]
 """The name of a field, and the kind, the value and the whitespace of its grammar."""
 
 
-def grammar_of(given: GenerationParameters, tokenizer: Tokenizer) -> str | None:
+def grammar_of(
+    given: GenerationParameters,
+    context: ParseContext,
+    calls: Mapping[str, Any] | None = None,
+    reasoning: Mapping[str, Any] | None = None,
+) -> str | None:
     """The grammar of a request in the engine's form; None if it asks for none.
+
+    `calls`: the value of a grammar of the kind "tools" but for its `text`, which is that of the request's own grammar;
+    where none can be enforced, one with the choice `auto` is left out. `reasoning`: see `grammar.checked`.
 
     Raises:
         RequestError: it asks for several, or for one that cannot be read or enforced.
     """
-    found = _only(given)
-    if found is None:
-        return None
-    name, kind, value, whitespace = found
+    text, tokenizer = asked(given), context.tokenizer
+    enforces = context.has_logprobs and tokenizer.pieces is not None and is_installed()
+    is_auto = calls is not None and calls["choice"] == "auto"
+    if calls is None or (is_auto and not enforces):
+        return None if text is None else _checked(text, given, tokenizer, reasoning)
+    own = None if text is None or not is_auto else _checked(text, given, tokenizer)
+    name = "tools" if enforces else "tool_choice"
+    return _checked((name, "tools", {**calls, "text": own}, None), given, tokenizer, reasoning)
+
+
+def _checked(
+    one: Asked,
+    given: GenerationParameters,
+    tokenizer: Tokenizer,
+    reasoning: Mapping[str, Any] | None = None,
+) -> str:
+    name, kind, value, whitespace = one
     if tokenizer.pieces is None:
         msg = (
             f"{name} cannot be enforced, because the text of this model's tokens depends on the tokens around them; "
@@ -55,7 +77,8 @@ def grammar_of(given: GenerationParameters, tokenizer: Tokenizer) -> str | None:
         raise UnsupportedParameterError(msg, name)
     if whitespace is None:
         whitespace = given.guided_whitespace_pattern
-    text = orjson.dumps([value, whitespace]).decode()
+    parts = [value, whitespace] if reasoning is None else [value, whitespace, reasoning]
+    text = orjson.dumps(parts).decode()
     if len(text) > MOST_CHARS:
         msg = f"{name} has {len(text)} characters of JSON; expected at most {MOST_CHARS}"
         raise RequestError(msg, name)
@@ -68,7 +91,12 @@ def grammar_of(given: GenerationParameters, tokenizer: Tokenizer) -> str | None:
         raise type(error)(msg, param=name) from None
 
 
-def _only(given: GenerationParameters) -> Asked | None:
+def asked(given: GenerationParameters) -> Asked | None:
+    """The grammar that the fields of a request ask for; None if they ask for none.
+
+    Raises:
+        RequestError: they ask for several.
+    """
     fields = given.model_fields_set & FIELDS
     found = [one for field in fields for one in _asked(field, getattr(given, field))]
     if len(found) > 1:

@@ -274,6 +274,15 @@ class ToolUse:
     parallel: bool
     """False: at most one call."""
 
+    def grammar(self, special: Mapping[str, int]) -> dict[str, Any]:
+        """The value of a grammar of the kind "tools". `special`: see `special_marks`."""
+        functions = [
+            (name, one.parameters, bool(one.strict)) for name, one in self.functions.items()
+        ]
+        parallel = self.parallel and self.mode != "named"
+        more = {"tools": functions, "choice": self.mode, "parallel": parallel}
+        return {**vars(self.format), "special": special, **more}
+
 
 class ToolFields(RequestModel):
     """The fields about tools, and about the reasoning before calls."""
