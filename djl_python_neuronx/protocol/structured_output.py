@@ -53,13 +53,14 @@ def grammar_of(
         RequestError: it asks for several, or for one that cannot be read or enforced.
     """
     text, tokenizer = asked(given), context.tokenizer
-    enforces = context.has_logprobs and tokenizer.pieces is not None and is_installed()
-    is_auto = calls is not None and calls["choice"] == "auto"
-    if calls is None or (is_auto and not enforces):
-        return None if text is None else _checked(text, given, tokenizer, reasoning)
-    own = None if text is None or not is_auto else _checked(text, given, tokenizer)
-    name = "tools" if enforces else "tool_choice"
-    return _checked((name, "tools", {**calls, "text": own}, None), given, tokenizer, reasoning)
+    if calls is not None:
+        enforces = context.has_logprobs and tokenizer.pieces is not None and is_installed()
+        is_auto = calls["choice"] == "auto"
+        if enforces or not is_auto:
+            own = _checked(text, given, tokenizer) if text is not None and is_auto else None
+            one = ("tools" if enforces else "tool_choice", "tools", {**calls, "text": own}, None)
+            return _checked(one, given, tokenizer, reasoning)
+    return None if text is None else _checked(text, given, tokenizer, reasoning)
 
 
 def _checked(
