@@ -12,9 +12,13 @@ import pytest
 
 pytest.importorskip("llguidance", reason="enforces them")
 
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.grammar import Vocabulary, checked, matcher
-from djl_python_neuronx.protocol.tools import TOOL_FORMATS, ToolFormat
+from djl_python_neuronx.protocol.answers import CallEvent
+from djl_python_neuronx.protocol.reading import AnswerReader
+from djl_python_neuronx.protocol.tools import TOOL_FORMATS, ToolFormat, ToolFunction, ToolUse
+from djl_python_neuronx.types import FinishReason
 
 SPECIAL = {
     one: 300 + i
@@ -202,6 +206,7 @@ def test_a_call_may_have_an_id_where_the_format_has_a_mark_for_it() -> None:
 
 
 def test_a_call_without_a_mark_is_held_from_its_name_and_arguments_on() -> None:
+    """Free text is no call for the reader either."""
     grammar = checked("tools", json.dumps([value("llama3_json", "auto", {}), None]))
     cases = {
         f' {{"type": "function", "name": "get_weather", "parameters": {BATH}}}': True,
@@ -217,8 +222,22 @@ def test_a_call_without_a_mark_is_held_from_its_name_and_arguments_on() -> None:
         '{"name": "get_weather"}': True,
         '{"tools": [{"name": "get_weather", "parameters": 5}]}': True,
         '["a"] {': True,
+        '{"parameters": {"days": 99}, "name": "get_weather"}': True,
+        '{"name": "get_weather", "name": "now", "parameters": {"days": 99}}': True,
+        '{"n\\u0061me": "get_weather", "parameters": {"days": 99}}': True,
+        '{"type": {}, "name": "get_weather", "parameters": {"days": 99}}': True,
     }
     assert [text for text, good in cases.items() if accepts(grammar, text, {}) != good] == []
+    form = next(one for one in TOOL_FORMATS if one.bare)
+    functions = {name: ToolFunction(name=name, parameters=one) for name, one, _ in TOOLS}
+    read = {}
+    for text in [one for one, good in cases.items() if good]:
+        reader = AnswerReader(ToolUse(form, functions, "auto", True), None, is_held=True)
+        parts = reader.feed(Delta("r", text, (), FinishReason.EOS))
+        calls = [one.call for one in parts if isinstance(one, CallEvent)]
+        read[text] = [(one.name, one.arguments) for one in calls if one.whole]
+    called = {text: calls for text, calls in read.items() if calls}
+    assert called == {text: [("get_weather", BATH)] for text in [*cases][:2]}
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name_or_means_any_object() -> None:
