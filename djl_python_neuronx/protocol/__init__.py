@@ -23,6 +23,7 @@ from djl_python_neuronx.protocol.lmi import LmiProtocol
 from djl_python_neuronx.protocol.openai import OpenAiErrorBody
 from djl_python_neuronx.protocol.openai_chat import ChatProtocol
 from djl_python_neuronx.protocol.openai_completions import CompletionProtocol
+from djl_python_neuronx.protocol.openai_responses import ResponsesProtocol
 from djl_python_neuronx.protocol.parameters import shown_name
 from djl_python_neuronx.protocol.plain import PlainProtocol
 from djl_python_neuronx.protocol.tgi import TgiProtocol
@@ -46,6 +47,7 @@ PROTOCOLS: tuple[WireProtocol, ...] = (
     CountProtocol(),
     ChatProtocol(),
     CompletionProtocol(),
+    ResponsesProtocol(),
     TokenizeProtocol(),
 )
 _WITHOUT_ENGINE = (*TokenizeProtocol.paths, *CountProtocol.paths)

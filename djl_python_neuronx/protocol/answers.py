@@ -26,8 +26,7 @@ FRAMES = {
     "events": ("text/event-stream", b"data: ", b"\n\n"),
 }
 """Form of a stream, or None for a whole answer, to its media type, and the bytes before and after each part.
-Before a part of "events" its `type` is the name of the event."""
-_EVENT = b"event: %b\ndata: %b\n\n"
+Before a part of "events" its `type` is the name of the event; the mark of the end has none."""
 
 
 @dataclass(slots=True)
@@ -134,6 +133,8 @@ class Answer:
         self.prompt: list[Token] = []
         """The tokens of the prompt, from the second on, as far as they have scores."""
         self.num_tokens = 0
+        self.num_reasoning = 0
+        """Those of `num_tokens` that are reasoning."""
         self.num_cached = 0
         """See `Delta.num_cached_tokens`."""
         self.num_reasoning = 0
@@ -278,9 +279,18 @@ class AnswerFormatter:
         parts: list[Any] = []
         for event in answer.events(delta):
             self._shape.write(answer, event, parts)
-        if self._named:
-            return b"".join([_EVENT % (one["type"].encode(), orjson.dumps(one)) for one in parts])
-        return b"".join([self._prefix + orjson.dumps(part) + self._suffix for part in parts])
+        names = [
+            b"event: %b\n" % part["type"].encode()
+            if self._named and isinstance(part, dict)
+            else b""
+            for part in parts
+        ]
+        return b"".join(
+            [
+                name + self._prefix + orjson.dumps(part) + self._suffix
+                for name, part in zip(names, parts, strict=True)
+            ]
+        )
 
     def _whole(self, group: Sequence[Answer], delta: Delta) -> bytes:
         """The whole answer, if it has ended. Each prompt's is encoded at its own end: all at once would take long."""

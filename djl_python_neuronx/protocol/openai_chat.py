@@ -56,12 +56,12 @@ from djl_python_neuronx.protocol.tools import (
 from djl_python_neuronx.types import Rendering
 
 MAX_MESSAGES = 8192
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of parts that are text; the longer names are those of OpenAI's responses, as in vLLM."""
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+"""Types of parts that are text; the longer names are those of OpenAI's responses."""
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
-def _content(content: object) -> object:
+def content_parts(content: object) -> object:
     """A content; of parts that are text what templates expect of them."""
     if not isinstance(content, list):
         if not isinstance(content, (str, type(None))):
@@ -79,7 +79,7 @@ def _content(content: object) -> object:
     return parts or ""
 
 
-def _object(text: object) -> object:
+def json_object(text: object) -> object:
     """The object that a text of JSON has, or the object itself."""
     try:
         found = orjson.loads(text or "{}") if isinstance(text, str) else text
@@ -95,7 +95,7 @@ class Function(LenientModel):
 
     name: str
     arguments: Annotated[
-        dict[str, Any], BeforeValidator(_object), WithJsonSchema({"type": ["string", "object"]})
+        dict[str, Any], BeforeValidator(json_object), WithJsonSchema({"type": ["string", "object"]})
     ]
 
 
@@ -112,7 +112,7 @@ class Message(LenientModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
-        Any, BeforeValidator(_content), WithJsonSchema({"type": ["string", "array", "null"]})
+        Any, BeforeValidator(content_parts), WithJsonSchema({"type": ["string", "array", "null"]})
     ] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -390,12 +390,12 @@ def default_parameters(generation: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def log_ignored(name: str) -> None:
+def log_ignored(name: str, by: str = "option.unknown_parameters") -> None:
     """Log an unknown field, each once."""
     shown = shown_name(name)
     if shown not in _ignored and len(_ignored) < MAX_IGNORED_LOGGED:
         _ignored.add(shown)
-        logger.warning("parameter_ignored name=%s by=option.unknown_parameters", shown)
+        logger.warning("parameter_ignored name=%s by=%s", shown, by)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -456,6 +456,15 @@ def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOp
     shown = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
     msg = f"parameter {name!r} is {shown}; expected {expected}"
     raise RequestError(msg, param=name)
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The error with other names of its field; `names`: a part of a field's name to the one in its place."""
+    message, param = str(error), error.param
+    for name, other in names.items():
+        if param is not None and name in param:
+            message, param = message.replace(name, other), param.replace(name, other)
+    return type(error)(message, param) if param != error.param else error
 
 
 @cache

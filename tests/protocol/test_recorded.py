@@ -88,6 +88,70 @@ LOGPROBS = {
 ECHOED = {**LOGPROBS, "token_logprobs": [None], "top_logprobs": [None]}
 
 
+PART_DONE = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+MESSAGE = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
+RESPONSE = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 7,
+    "completed_at": 8,
+    "status": "completed",
+    "incomplete_details": None,
+    "error": None,
+    "model": "toy",
+    "output": [{**MESSAGE, "content": [PART_DONE]}],
+    "usage": {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 1,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 4,
+    },
+    "instructions": None,
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_logprobs": 0,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "truncation": "disabled",
+    "metadata": None,
+    "user": None,
+    "safety_identifier": None,
+    "prompt_cache_key": None,
+    "previous_response_id": None,
+    "store": False,
+    "background": False,
+    "service_tier": "default",
+}
+RUNNING = {"status": "in_progress", "completed_at": None, "output": [], "usage": None}
+PLACE = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+
+
+def response_events(scores: list[Any]) -> list[Any]:
+    part = {**PART_DONE, "logprobs": scores}
+    done = {**MESSAGE, "content": [part]}
+    started = {**MESSAGE, "status": "in_progress", "content": []}
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": {**RESPONSE, **RUNNING}},
+        {"type": "response.in_progress", "response": {**RESPONSE, **RUNNING}},
+        {"type": "response.output_item.added", "output_index": 0, "item": started},
+        {"type": "response.content_part.added", **PLACE, "part": {**PART_DONE, "text": ""}},
+        {"type": "response.output_text.delta", **PLACE, "delta": "a", "logprobs": scores},
+        {"type": "response.output_text.done", **PLACE, "text": "a", "logprobs": scores},
+        {"type": "response.content_part.done", **PLACE, "part": part},
+        {"type": "response.output_item.done", "output_index": 0, "item": done},
+        {"type": "response.completed", "response": {**RESPONSE, "output": [done]}},
+    ]
+    return [{**event, "sequence_number": number} for number, event in enumerate(events)]
+
+
 def chunk(of: dict[str, Any], choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     kind = "chat.completion.chunk" if of is CHAT else of["object"]
     top = {key: of[key] for key in ("id", "created", "model", "system_fingerprint")}
@@ -287,6 +351,14 @@ EXAMPLES: dict[str, Any] = {
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "no"},
     },
+    "response": RESPONSE,
+    "response_top_2": {
+        **RESPONSE,
+        "output": [response_events(CHAT_LOGPROBS["content"])[7]["item"]],
+    },
+    "response_events": response_events([]),
+    "response_events_top_2": response_events(CHAT_LOGPROBS["content"]),
+    "response_jsonlines": response_events([]),
     "models": {"object": "list", "data": [MODEL]},
     "model": MODEL,
     "openai_error": {"error": {"message": "no", "type": "a", "param": None, "code": None}},
@@ -299,6 +371,9 @@ OPTIONAL = {("delta", "content"), ("top_logprobs", "a"), ("top_logprobs", "b")}
 
 def encoded(name: str, example: Any) -> bytes:
     """An example as the body of its kind."""
+    if name.startswith("response_events"):
+        frames = [f"event: {record['type']}\ndata: {json.dumps(record)}\n\n" for record in example]
+        return "".join([*frames, "data: [DONE]\n\n"]).encode()
     if "sse" in name or name.startswith("tgi_stream"):
         events = [json.dumps(record) for record in example]
         if not name.startswith(("lmi", "tgi")):
@@ -330,7 +405,7 @@ def test_every_kind_of_answer_has_an_example() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_schema_takes_its_example_and_nothing_beside_it(name: str) -> None:
     """One key more, one key less, or a value of another type, at every depth."""
-    if name.startswith(("chat", "completion", "model")):
+    if name.startswith(("chat", "completion", "model", "response")):
         pytest.importorskip("openai", reason="needs the `dev` extra")
     check = SCHEMAS[name]
     check(encoded(name, EXAMPLES[name]))
@@ -358,7 +433,7 @@ def test_a_schema_takes_its_example_and_nothing_beside_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if isinstance(EXAMPLES[name], list)])
 def test_a_schema_takes_no_shortened_stream(name: str) -> None:
-    if name.startswith(("chat", "completion")):
+    if name.startswith(("chat", "completion", "response")):
         pytest.importorskip("openai", reason="needs the `dev` extra")
     content = encoded(name, EXAMPLES[name])
     for cut in (content[:-1], content[: len(content) // 2]):
@@ -410,6 +485,9 @@ def send(server: Running, request: dict[str, Any]) -> Any:
 
 def prompts(body: dict[str, Any]) -> list[str | list[int]]:
     """Each prompt of a body; the toy service's chat template is all contents in a row."""
+    if "input" in body:
+        items = body["input"]
+        body = {"messages": [{"content": items}] if isinstance(items, str) else items}
     if "messages" in body:
         contents = [message["content"] or "" for message in body["messages"]]
         found = "".join(
@@ -427,7 +505,7 @@ def test_a_recorded_request_gets_its_answer(
 ) -> None:
     request = RECORDED[name]
     expect = request["expect"]
-    if expect["schema"].startswith(("chat", "completion", "model")):
+    if expect["schema"].startswith(("chat", "completion", "model", "response")):
         pytest.importorskip("openai", reason="needs the `dev` extra")
     response = send(servers(request.get("options", {})), request)
     assert response.status_code == expect.get("status", 200), response.text

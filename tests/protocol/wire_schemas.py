@@ -17,7 +17,7 @@ Sources:
 - Anthropic: the package anthropic 2.14 (PyPI), types/{message,usage,raw_message_stream_event}.py and what these
   name, types/shared/error_object.py, lib/streaming/_messages.py.
 - OpenAI: the response models of the installed `openai` package, and what openai/openai-openapi (openapi.json) requires
-  beyond them.
+  beyond them. Responses: openresponses/openresponses 1e33c10f, schema/*.tsp, beyond them.
 """
 
 from __future__ import annotations
@@ -1010,6 +1010,255 @@ def _completion_stream(
     return answer
 
 
+RESPONSE_KEYS = {
+    *(
+        "id",
+        "object",
+        "created_at",
+        "completed_at",
+        "status",
+        "incomplete_details",
+        "model",
+        "previous_response_id",
+    ),
+    *(
+        "instructions",
+        "output",
+        "error",
+        "tools",
+        "tool_choice",
+        "truncation",
+        "parallel_tool_calls",
+        "text",
+        "top_p",
+    ),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "top_logprobs",
+        "temperature",
+        "reasoning",
+        "user",
+        "usage",
+        "store",
+    ),
+    *(
+        "max_output_tokens",
+        "max_tool_calls",
+        "background",
+        "service_tier",
+        "metadata",
+        "safety_identifier",
+    ),
+    "prompt_cache_key",
+}
+"""Those that Open Responses requires."""
+_ONLY_OPEN_RESPONSES = {
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
+    "store": bool,
+}
+"""Keys that the package's model lacks, and their types."""
+_ITEM_KEYS = {
+    "message": {"type", "id", "status", "role", "content"},
+    "reasoning": {"type", "id", "status", "summary", "content"},
+    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
+}
+_PART_KEYS = {
+    "output_text": {"type", "text", "annotations", "logprobs"},
+    "reasoning_text": {"type", "text"},
+}
+_PLACE = {"item_id", "output_index"}
+_EVENT_KEYS: dict[str, set[str]] = {
+    **{
+        f"response.{name}": {"response"}
+        for name in ("created", "in_progress", "completed", "incomplete", "failed")
+    },
+    **{f"response.output_item.{name}": {"output_index", "item"} for name in ("added", "done")},
+    **{
+        f"response.content_part.{name}": {*_PLACE, "content_index", "part"}
+        for name in ("added", "done")
+    },
+    "response.output_text.delta": {*_PLACE, "content_index", "delta", "logprobs"},
+    "response.output_text.done": {*_PLACE, "content_index", "text", "logprobs"},
+    "response.reasoning_text.delta": {*_PLACE, "content_index", "delta"},
+    "response.reasoning_text.done": {*_PLACE, "content_index", "text"},
+    "response.function_call_arguments.delta": {*_PLACE, "delta"},
+    "response.function_call_arguments.done": {*_PLACE, "arguments"},
+}
+
+
+def check_response(record: Any, num_top: int | None = None) -> None:
+    """A response by the package's model, and what Open Responses requires beyond it."""
+    assert set(record) == RESPONSE_KEYS
+    for key, kind in _ONLY_OPEN_RESPONSES.items():
+        assert isinstance(record[key], kind), key
+    known = {key: value for key, value in record.items() if key not in _ONLY_OPEN_RESPONSES}
+    _strictly("Response", known)
+    assert record["id"].startswith("resp_")
+    assert record["store"] is False, "nothing is stored"
+    _has(record["text"], "format")
+    assert set(record["reasoning"]) == {"effort", "summary"}
+    for tool in record["tools"]:
+        assert set(tool) == {"type", "name", "description", "parameters", "strict"}
+    assert (record["completed_at"] is not None) == (record["status"] == "completed")
+    assert (record["incomplete_details"] is not None) == (record["status"] == "incomplete")
+    assert (record["error"] is not None) == (record["status"] == "failed")
+    assert (record["usage"] is None) == (record["status"] == "in_progress")
+    for item in record["output"]:
+        check_item(item, num_top)
+    assert len({item["id"] for item in record["output"]}) == len(record["output"])
+    if record["usage"] is not None:
+        usage = record["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert usage["output_tokens_details"]["reasoning_tokens"] <= usage["output_tokens"]
+    if record["status"] == "completed":
+        assert record["output"], "an answer without items"
+        assert {item["status"] for item in record["output"]} == {"completed"}
+
+
+def check_item(item: Any, num_top: int | None = None) -> None:
+    """An item of an output; `num_top` None: its text has no log-probabilities."""
+    assert set(item) == _ITEM_KEYS[item["type"]]
+    assert (item.get("content") == []) <= (item["status"] == "in_progress")
+    for part in item.get("content", ()):
+        assert set(part) == _PART_KEYS[part["type"]]
+        if "logprobs" in part:
+            assert (num_top is None) == (part["logprobs"] == [])
+            _chat_logprobs({"content": part["logprobs"], "refusal": None}, num_top or 0)
+
+
+@cache
+def _of_responses(name: str) -> TypeAdapter[Any]:
+    from openai.types import responses
+
+    return TypeAdapter(getattr(responses, name))
+
+
+def _strictly(name: str, record: Any) -> None:
+    _no_extras(_of_responses(name).validate_json(json.dumps(record), strict=True))
+
+
+def _response(content: bytes, num_top: int | None = None) -> Answer:
+    record = json.loads(content)
+    check_response(record, num_top)
+    assert record["status"] in {"completed", "incomplete"}
+    return _response_answer(record)
+
+
+def _response_answer(record: Any) -> Answer:
+    texts = [
+        part["text"]
+        for item in record["output"]
+        if item["type"] == "message"
+        for part in item["content"]
+    ]
+    return Answer(
+        texts,
+        ["stop" if record["status"] == "completed" else "length"],
+        [record["usage"]["output_tokens"]],
+        record["usage"]["input_tokens"],
+        record=record,
+    )
+
+
+def named_events(content: bytes) -> list[Any]:
+    """The events of a body, each with its type as its name, before the mark of the end."""
+    *frames, done, rest = content.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def _response_stream(
+    content: bytes,
+    num_top: int | None = None,
+    *,
+    read: Callable[[bytes], list[Any]] = named_events,
+) -> Answer:
+    return check_response_events(read(content), num_top)
+
+
+def check_response_events(events: list[Any], num_top: int | None = None) -> Answer:
+    """A stream: items that begin, grow and end one after the other, and at the end a response of the same items."""
+    created, running, *_, last = events
+    assert [one["type"] for one in (created, running)] == [
+        "response.created",
+        "response.in_progress",
+    ]
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    items: list[Any] = []
+    grown = ""
+    for event in events:
+        kind = event["type"]
+        assert set(event) == {"type", "sequence_number", *_EVENT_KEYS[kind]}
+        _check_event(event, num_top)
+        if "output_index" in event:
+            assert event["output_index"] == len(items) - (kind != "response.output_item.added")
+        if "item_id" in event:
+            assert (event["item_id"], event.get("content_index", 0)) == (items[-1]["id"], 0)
+        if kind == "response.output_item.added":
+            assert not items or items[-1]["status"] != "in_progress", "two items are open"
+            assert event["item"]["status"] == "in_progress"
+            grown = ""
+            items.append(event["item"])
+        elif kind.endswith(".delta"):
+            assert items[-1]["status"] == "in_progress"
+            grown += event["delta"]
+        elif kind.endswith(("_text.done", "_arguments.done")):
+            assert event.get("text", event.get("arguments")) == grown
+        elif kind == "response.content_part.done":
+            assert event["part"]["text"] == grown
+        elif kind == "response.output_item.done":
+            parts = event["item"].get("content") or [{"text": event["item"].get("arguments")}]
+            assert [part["text"] for part in parts] == [grown]
+            assert event["item"]["id"] == items[-1]["id"]
+            items[-1] = event["item"]
+    assert last["type"] == f"response.{last['response']['status']}"
+    assert last["response"]["status"] != "in_progress", "the stream does not end"
+    assert last["response"]["output"] == items
+    for event in (created, running):
+        response = event["response"]
+        assert (response["status"], response["output"]) == ("in_progress", [])
+        changing = ("status", "output", "usage", "completed_at", "incomplete_details", "error")
+        for key in RESPONSE_KEYS.difference(changing):
+            assert response[key] == last["response"][key]
+    return _response_answer(last["response"])
+
+
+def _check_event(event: Any, num_top: int | None) -> None:
+    known = dict(event)
+    if "response" in event:
+        check_response(event["response"], num_top)
+        known["response"] = {
+            key: value
+            for key, value in event["response"].items()
+            if key not in _ONLY_OPEN_RESPONSES
+        }
+    if "item" in event:
+        check_item(event["item"], num_top)
+    if "part" in event:
+        assert set(event["part"]) == _PART_KEYS[event["part"]["type"]]
+    if (
+        "logprobs" in event
+    ):  # Open Responses requires the bytes, which the package's model of a delta lacks
+        scores = event["logprobs"]
+        _chat_logprobs({"content": scores, "refusal": None}, num_top or 0)
+        known["logprobs"] = [
+            {**_without_bytes(one), "top_logprobs": [*map(_without_bytes, one["top_logprobs"])]}
+            for one in scores
+        ]
+    _strictly("ResponseStreamEvent", known)
+
+
+def _without_bytes(record: Any) -> Any:
+    return {key: value for key, value in record.items() if key != "bytes"}
+
+
 def _models(content: bytes) -> Answer:
     record = json.loads(content)
     assert set(record) == {"object", "data"}
@@ -1101,6 +1350,11 @@ SCHEMAS: dict[str, Callable[[bytes], Answer]] = {
     "messages_events": _messages_events,
     "token_count": partial(_record, kind=TokenCount),
     "anthropic_error": partial(_refusal, kind=AnthropicRefusal),
+    "response": _response,
+    "response_top_2": partial(_response, num_top=2),
+    "response_events": _response_stream,
+    "response_events_top_2": partial(_response_stream, num_top=2),
+    "response_jsonlines": partial(_response_stream, read=json_lines),
     "models": _models,
     "model": _model,
     "openai_error": partial(_refusal, kind=OpenAIRefusal),
