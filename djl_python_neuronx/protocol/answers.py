@@ -133,8 +133,6 @@ class Answer:
         self.prompt: list[Token] = []
         """The tokens of the prompt, from the second on, as far as they have scores."""
         self.num_tokens = 0
-        self.num_reasoning = 0
-        """Those of `num_tokens` that are reasoning."""
         self.num_cached = 0
         """See `Delta.num_cached_tokens`."""
         self.num_reasoning = 0

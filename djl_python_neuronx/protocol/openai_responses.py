@@ -530,11 +530,17 @@ def _usage(answer: Answer) -> ResponseUsage:
     }
 
 
+_ONLY_HERE = (
+    ResponsesParameters.model_fields.keys() - ChatParameters.model_fields.keys() - {"input"}
+)
+"""Fields that no other protocol has beside `input`."""
+
+
 class ResponsesProtocol(ChatProtocol):
     """Responses."""
 
     name = "openai_responses"
-    outline = '{"input": "…"}'
+    outline = '{"input": [{"role": "user", "content": "…"}]}'
     key = "input"
     paths = ("/v1/responses",)
     requests: Mapping[str, Any] = {"application/json": ResponsesParameters}
@@ -543,6 +549,12 @@ class ResponsesProtocol(ChatProtocol):
         "text/event-stream": ResponseEvent,
         "application/jsonlines": ResponseEvent,
     }
+
+    def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:  # noqa: ARG002
+        """See `WireProtocol`. A text alone may be that of another protocol: of embeddings, or of a wrong `inputs`."""
+        items = payload.get(self.key)
+        is_list = isinstance(items, list) and isinstance(next(iter(items), None), dict)
+        return is_list or (items is not None and not _ONLY_HERE.isdisjoint(payload))
 
     def stream_form(self, context: ParseContext) -> str:
         """See `OpenAiProtocol`."""

@@ -1162,23 +1162,17 @@ def _response_answer(record: Any) -> Answer:
     )
 
 
-def named_events(content: bytes) -> list[Any]:
-    """The events of a body, each with its type as its name, before the mark of the end."""
-    *frames, done, rest = content.decode().split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    events = []
-    for frame in frames:
-        name, data = frame.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
+def _done_events(content: bytes) -> list[Any]:
+    end = b"data: [DONE]\n\n"
+    assert content.endswith(end), "the stream does not end with its mark"
+    return _named_events(content.removesuffix(end))
 
 
 def _response_stream(
     content: bytes,
     num_top: int | None = None,
     *,
-    read: Callable[[bytes], list[Any]] = named_events,
+    read: Callable[[bytes], list[Any]] = _done_events,
 ) -> Answer:
     return check_response_events(read(content), num_top)
 
