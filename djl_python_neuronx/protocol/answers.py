@@ -130,6 +130,8 @@ class Answer:
         self.start = text
         self.request, self.index, self.prompt_details = request, index, prompt_details
         self.tokens: list[Token] = []
+        self.text_tokens = self.tokens if reader is None else list[Token]()
+        """Those of the text alone."""
         self.prompt: list[Token] = []
         """The tokens of the prompt, from the second on, as far as they have scores."""
         self.num_tokens = 0
@@ -157,6 +159,7 @@ class Answer:
             for event in self._read:
                 if isinstance(event, TextEvent):
                     self._parts.append(event.text)
+                    self.text_tokens += event.tokens if self._keeps_tokens else ()
                 elif isinstance(event, ReasoningEvent):
                     self._thoughts.append(event.text)
                     self.num_reasoning += len(event.tokens)

@@ -418,7 +418,7 @@ class ResponsesShape(ChatShape):
         answer, parts = answers[0], list[Any]()
         events: list[Event] = [
             ReasoningEvent(answer.reasoning, ()),
-            TextEvent(answer.text, tuple(answer.tokens)),
+            TextEvent(answer.text, tuple(answer.text_tokens)),
         ]
         for call in answer.calls:
             events += [CallEvent(call), ArgumentsEvent(call, call.arguments)]
@@ -486,6 +486,7 @@ class ResponsesShape(ChatShape):
     def _finish(self, answer: Answer, event: EndEvent, parts: list[Any]) -> None:
         if not self._items and event.error is None:
             self._begin(parts, "message")
+            self._extend(parts, "")
         is_whole = event.finish_reason in (FinishReason.EOS, FinishReason.STOP)
         status = "completed" if is_whole else "incomplete"
         self._close(parts, status)
@@ -571,5 +572,5 @@ class ResponsesProtocol(ChatProtocol):
         try:
             return self.parse_chat(asked.chat(context), context, partial(ResponsesShape, asked))
         except RequestError as error:
-            failure = renamed(error, _OWN_NAMES)
+            failure = renamed(error, _OWN_NAMES if asked.response_format is None else {})
         raise failure  # outside the except clause: the cause may hold a part of a prompt

@@ -56,7 +56,14 @@ _TRACE = ("traceparent", "tracestate")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters that a model's generation_config.json sets, as in vLLM."""
 _SAME = (
-    ("max_tokens", "max_new_tokens", "max_completion_tokens", "max_gen_len", "max_length"),
+    (
+        "max_tokens",
+        "max_new_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_gen_len",
+        "max_length",
+    ),
     ("stop", "stop_sequences"),
     ("truncate_prompt_tokens", "truncate"),
     ("top_logprobs", "top_n_tokens"),

@@ -108,6 +108,34 @@ def openai_chat_async(url: str, check: dict[str, Any]) -> str:
     return asyncio.run(ask())
 
 
+def response_body(check: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "input": check["messages"],
+        "max_output_tokens": check["max_new_tokens"],
+        "temperature": 0,
+        **more,
+    }
+
+
+def openai_response(url: str, check: dict[str, Any]) -> str:
+    answer = openai_client(url).responses.create(**response_body(check))
+    assert (answer.object, answer.model, answer.error) == ("response", "tiny", None)
+    assert answer.status == ("incomplete" if answer.incomplete_details else "completed")
+    assert answer.usage.input_tokens > len(check["messages"])
+    return answer.output_text
+
+
+def openai_response_stream(url: str, check: dict[str, Any]) -> str:
+    events = list(openai_client(url).responses.create(stream=True, **response_body(check)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].type in {"response.completed", "response.incomplete"}
+    text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    assert events[-1].response.output_text == text
+    return text
+
+
 def hub_chat(url: str, check: dict[str, Any]) -> str:
     answer = hub_client(url).chat_completion(**chat_body(check))
     assert answer.usage.completion_tokens > 0
@@ -139,6 +167,8 @@ CHAT_CLIENTS: tuple[Callable[[str, dict[str, Any]], str], ...] = (
     openai_chat,
     openai_chat_stream,
     openai_chat_async,
+    openai_response,
+    openai_response_stream,
     hub_chat,
     hub_chat_stream,
     sagemaker_chat,

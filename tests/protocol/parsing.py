@@ -1,17 +1,21 @@
-"""Bodies parsed for the toy model."""
+"""Bodies parsed for the toy model, and answers to them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.detokenizer import TextStream
 from djl_python_neuronx.protocol import parse_body
 from djl_python_neuronx.protocol.base import (
     ParseContext,
     ParsedRequest,
 )
+from djl_python_neuronx.types import FinishReason, TokenOutput
+from tests.doubles.chat_model import ChatTokenizer
 from tests.doubles.toy_tokenizer import TOKENIZER
 
 SAMPLING: dict[str, Any] = {
@@ -55,3 +59,29 @@ def parse(payload: object, **context: Any) -> ParsedRequest:
     given = {"tokenizer": TOKENIZER, "request_id": "r", "options": options, "vocab_size": 300}
     context = {**given, **context}
     return parse_body(body, ParseContext(**context))
+
+
+def answered(
+    payload: Mapping[str, Any],
+    *texts: str,
+    tokenizer: ChatTokenizer | None = None,
+    reason: FinishReason = FinishReason.EOS,
+    path: str = "/v1/chat/completions",
+    **context: Any,
+) -> bytes:
+    """The answer to a request of whose sequences each has one of the texts, a byte a token, and eos."""
+    tokenizer = tokenizer or ChatTokenizer()
+    parsed = parse(payload, tokenizer=tokenizer, path=path, **context)
+    written = b""
+    for request, text in zip(parsed.requests, texts, strict=True):
+        stream = TextStream(request, tokenizer)
+        ids = tokenizer.encode(text, special=False) + [2] * (reason is FinishReason.EOS)
+        for i, token_id in enumerate(ids, 1):
+            ended = reason if i == len(ids) else None
+            output = TokenOutput(request.request_id, [token_id], ended, logprobs=[-0.5])
+            delta = stream.feed(output)
+            assert delta is not None
+            written += parsed.formatter.feed(delta)
+            if delta.finished:
+                break
+    return written

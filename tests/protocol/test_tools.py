@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.engine.detokenizer import TextStream
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.protocol.tools import REASONING_FORMATS, TOOL_FORMATS, found_format
-from djl_python_neuronx.types import FinishReason, TokenOutput
+from djl_python_neuronx.types import FinishReason
 from tests.doubles.chat_model import ChatTokenizer
-from tests.protocol.parsing import parse
+from tests.protocol.parsing import answered, parse
 
 TEMPLATES = {
     # As in Qwen 2.5 and 3: a text within quotes of Jinja.
@@ -79,31 +77,6 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\
 def body(**more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Is it cold?"}]
     return {"messages": messages, "tools": [WEATHER, FIND], "logprobs": True, **more}
-
-
-def answered(
-    payload: Mapping[str, Any],
-    *texts: str,
-    tokenizer: ChatTokenizer | None = None,
-    reason: FinishReason = FinishReason.EOS,
-    **context: Any,
-) -> bytes:
-    """The answer to a request of whose sequences each has one of the texts, a byte a token, and eos."""
-    tokenizer = tokenizer or ChatTokenizer()
-    parsed = parse(payload, tokenizer=tokenizer, path="/v1/chat/completions", **context)
-    written = b""
-    for request, text in zip(parsed.requests, texts, strict=True):
-        stream = TextStream(request, tokenizer)
-        ids = tokenizer.encode(text, special=False) + [2] * (reason is FinishReason.EOS)
-        for i, token_id in enumerate(ids, 1):
-            ended = reason if i == len(ids) else None
-            output = TokenOutput(request.request_id, [token_id], ended, logprobs=[-0.5])
-            delta = stream.feed(output)
-            assert delta is not None
-            written += parsed.formatter.feed(delta)
-            if delta.finished:
-                break
-    return written
 
 
 def chunks(written: bytes) -> list[dict[str, Any]]:
