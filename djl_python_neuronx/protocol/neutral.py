@@ -1,7 +1,8 @@
 """Fields of requests that other servers have and this one has not, with the values that have no effect there.
 
 Clients send these values without a thought. Source: OpenAI's API reference, 2026-11; vllm 002032ee,
-vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, and 0.6 to 0.11, sampling_params.py;
+vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, 010a69ce,
+vllm/entrypoints/openai/responses/protocol.py, and 0.6 to 0.11, sampling_params.py;
 sglang 004c82e0, srt/entrypoints/openai/protocol.py; text-generation-inference db931fcf, router/src/lib.rs; djl-serving
 0.31, lmi_input_output_schema.md; transformers 4.57, GenerationConfig; anthropic 2.14 (PyPI),
 types/message_create_params.py.
@@ -25,7 +26,7 @@ _FIELDS = """
 [false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
 [false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts
 [false] | return_token_ids return_token_offsets token_healing use_audio_in_video
-[false] | use_beam_search watermark watermarking
+[false] | enable_response_messages use_beam_search watermark watermarking
 [true] | detokenize include_reasoning return_mm_kwargs separate_reasoning stream_reasoning use_cache
 [0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha
 [0] | routed_experts_prompt_start routed_experts_start_len
@@ -46,6 +47,7 @@ _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 _NO_EFFECT = (
     "anthropic_beta anthropic_version betas cache_control context_management diagnostics inference_geo speed "
     "user_profile_id "
+    "access_programs background_options client_metadata max_tool_calls "
     "custom_labels guided_decoding_backend metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
     "prompt_cache_retention request_id rid service_tier session_id store tool_prompt"
 )

@@ -52,7 +52,6 @@ from djl_python_neuronx.protocol.openai_chat import (
 )
 from djl_python_neuronx.protocol.parameters import (
     EXPECTED,
-    Absent,
     Flag,
     GenerationParameters,
     LenientModel,
@@ -72,6 +71,9 @@ _NEEDED: Mapping[str, Sequence[str]] = {
     "function_call_output": ("call_id", "output"),
 }
 """Type of an item of the input to its required fields."""
+_TOOLS = ("function", "namespace")
+_SPACE = "__"
+"""Text between the names of a namespace and of its tool, in a chat."""
 _KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "message": ("msg", "output_text", {"role": "assistant"}),
     "reasoning": ("rs", "reasoning_text", {"summary": []}),
@@ -80,7 +82,7 @@ _KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 """Type of an item of the output to the beginning of its id, the name of its events, and its fields."""
 _SHOWN = (
     *("instructions", "tool_choice", "parallel_tool_calls", "top_logprobs", "max_output_tokens"),
-    *("max_tool_calls", "truncation", "metadata", "user", "safety_identifier"),
+    *("truncation", "metadata", "user", "safety_identifier"),
 )
 """Fields of a request that its answer has."""
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -125,6 +127,7 @@ class InputItem(LenientModel):
     """Of reasoning, where it has no content."""
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Annotated[
         dict[str, Any] | None, BeforeValidator(json_object), WithJsonSchema({"type": "string"})
     ] = None
@@ -144,10 +147,18 @@ def _items(value: object) -> object:
 
 
 class ResponseTool(ToolFunction):
-    """A tool. Those of another type than `function` have other fields."""
+    """A tool, or a namespace of tools. Those of other types have other fields."""
 
     type: str
     name: str = ""
+    tools: list[ResponseTool] = Field(default=[])
+
+    def shown(self) -> dict[str, Any]:
+        """The tool in an answer."""
+        if not self.tools:
+            return self.model_dump(exclude={"tools"})
+        fields = self.model_dump(include={"type", "name", "description"})
+        return {**fields, "tools": [one.shown() for one in self.tools]}
 
 
 class ReasoningConfig(LenientModel):
@@ -193,22 +204,21 @@ class ResponsesParameters(GenerationParameters):
     top_logprobs: Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: MaybeObject = Field(default={})
-    max_tool_calls: MaybeCount = None
-    """Of tools that OpenAI's servers run: without effect."""
     background: _Stored = None
     conversation: _Stored = None
     previous_response_id: _Stored = None
     prompt: _Stored = None
-    context_management: Absent = None
-    access_programs: Any = None
-    background_options: Any = None
-    client_metadata: Any = None
     image: Any = None
 
     @property
-    def functions(self) -> list[ResponseTool]:
-        """The tools that the model may call."""
-        return [one for one in self.tools if one.type == "function"]
+    def functions(self) -> list[tuple[dict[str, str], ResponseTool]]:
+        """The tools that the model may call, each behind the fields of its calls that name it."""
+        return [
+            ({"name": one.name} if one is tool else {"namespace": tool.name, "name": one.name}, one)
+            for tool in self.tools
+            for one in tool.tools or [tool]
+            if one.type == "function"
+        ]
 
     def chat(self, context: ParseContext) -> ChatParameters:
         """The same request in OpenAI's chat.
@@ -218,7 +228,14 @@ class ResponsesParameters(GenerationParameters):
         """
         shared = self.model_fields_set & ChatParameters.model_fields.keys()
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        tools = [one.model_dump(exclude={"type"}, exclude_none=True) for one in self.functions]
+        fields = {"description", "parameters", "strict"}
+        tools = [
+            {
+                "name": _SPACE.join(names.values()),
+                **one.model_dump(include=fields, exclude_none=True),
+            }
+            for names, one in self.functions
+        ]
         values |= {
             "messages": _messages(self.instructions, self.input),
             "tools": [{"type": "function", "function": one} for one in tools],
@@ -245,12 +262,12 @@ class ResponsesParameters(GenerationParameters):
 
     def _check_tools(self) -> None:
         """Log the types of tools that are left out beside functions: agents send them to any server."""
-        others = [reprlib.repr(one.type) for one in self.tools if one.type != "function"]
+        others = [reprlib.repr(one.type) for one in self.tools if one.type not in _TOOLS]
         if others and not self.functions and self.tool_choice != "none":
             msg = f"no tool is a function; the first is of type {others[0]}, which this server does not run"
             raise UnsupportedParameterError(msg, param="tools")
         for kind in others:
-            log_ignored(f"tools of type {kind}", "functions")
+            log_ignored(f"tools of type {kind}", "functions beside them")
 
 
 def _message(item: InputItem) -> dict[str, Any]:
@@ -258,7 +275,8 @@ def _message(item: InputItem) -> dict[str, Any]:
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
     if item.type == "function_call":
-        function = {"name": item.name, "arguments": item.arguments}
+        name = _SPACE.join(filter(None, (item.namespace, item.name)))
+        function = {"name": name, "arguments": item.arguments}
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
     if item.type == "reasoning":
         return {"role": "assistant", "reasoning_content": _text(item.content or item.summary)}
@@ -349,8 +367,10 @@ class ResponseEvent(TypedDict):
 class _Item:
     """An item of the output as it grows."""
 
-    def __init__(self, kind: str, index: int, call: Call | None) -> None:
-        prefix, self.event, self._fields = _KINDS[kind]
+    def __init__(self, kind: str, index: int, call: Call | None, **fields: object) -> None:
+        """`fields`: those that do not change."""
+        prefix, self.event, common = _KINDS[kind]
+        self._fields = {**common, **fields}
         self.kind, self.index, self.call, self.status = kind, index, call, "in_progress"
         self._id = f"{prefix}_{uuid.uuid4().hex}"
         self.texts, self.logprobs = list[str](), list[TokenLogprob]()
@@ -373,7 +393,7 @@ class _Item:
         """The item; in progress it has no content."""
         item = {"type": self.kind, "id": self._id, "status": self.status, **self._fields}
         if self.call is not None:
-            return {**item, "call_id": self.call.id, "name": self.call.name, **self.text()}
+            return {**item, **self.text()}
         return {**item, "content": [] if self.status == "in_progress" else [self.part()]}
 
 
@@ -393,6 +413,7 @@ class ResponsesShape(ChatShape):
         """The arguments are those of `OpenAiShape`, behind the request."""
         super().__init__(given, context, requests, stream=stream, **more)
         self._done = [orjson.Fragment(b"[DONE]")] if stream == "events" else []
+        self._names = {_SPACE.join(names.values()): names for names, _ in asked.functions}
         self._numbers = itertools.count()
         self._items: list[_Item] = []
         """The last one is open."""
@@ -405,10 +426,10 @@ class ResponsesShape(ChatShape):
             "model": self._body["model"],
             **{name: getattr(asked, name) for name in _SHOWN},
             **{name: getattr(requests[0].sampling, name) for name in _SAMPLING},
-            "tools": [one.model_dump() for one in asked.functions],
+            "tools": [one.shown() for one in asked.tools if one.type in _TOOLS],
             "text": {"format": {"type": "text"}, **asked.text.model_dump(exclude_none=True)},
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-            **dict.fromkeys(("previous_response_id", "prompt_cache_key")),
+            **dict.fromkeys(("previous_response_id", "prompt_cache_key", "max_tool_calls")),
             **dict.fromkeys(("background", "store"), False),
             "service_tier": "default",
         }
@@ -436,27 +457,29 @@ class ResponsesShape(ChatShape):
         elif isinstance(event, EndEvent):
             self._finish(answer, event, parts)
         elif isinstance(event, CallEvent):
-            self._begin(parts, "function_call", event.call)
+            names = self._names.get(event.call.name, {"name": event.call.name})
+            self._begin(parts, "function_call", event.call, call_id=event.call.id, **names)
         elif isinstance(event, ArgumentsEvent):
             self._extend(parts, event.text)
-        elif isinstance(event, ReasoningEvent):
-            self._write_text(parts, "reasoning", event.text)
-        else:
-            if self._with_logprobs:
-                self._pending += self.logprobs(0, event.tokens)["content"]
-            self._write_text(parts, "message", event.text)
+        elif isinstance(event, (ReasoningEvent, TextEvent)):
+            self._write_text(parts, event)
 
-    def _write_text(self, parts: list[Any], kind: str, text: str) -> None:
+    def _write_text(self, parts: list[Any], event: ReasoningEvent | TextEvent) -> None:
         """Add text to the open item, or to a new one if that is of another type."""
+        kind = "message" if isinstance(event, TextEvent) else "reasoning"
+        if kind == "message" and self._with_logprobs:
+            self._pending += self.logprobs(0, event.tokens)["content"]
         is_open = bool(self._items) and self._items[-1].kind == kind
-        if text and not is_open:
+        if event.text and not is_open:
             self._begin(parts, kind)
-        if text or (is_open and self._pending):
-            self._extend(parts, text)
+        if event.text or (is_open and self._pending):
+            self._extend(parts, event.text)
 
-    def _begin(self, parts: list[Any], kind: str, call: Call | None = None) -> None:
+    def _begin(
+        self, parts: list[Any], kind: str, call: Call | None = None, **fields: object
+    ) -> None:
         self._close(parts, "completed")
-        item = _Item(kind, len(self._items), call)
+        item = _Item(kind, len(self._items), call, **fields)
         self._items.append(item)
         self._emit(parts, "output_item.added", output_index=item.index, item=item.value())
         if call is None:

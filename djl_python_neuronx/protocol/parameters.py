@@ -402,7 +402,7 @@ def log_ignored(name: str, by: str = "option.unknown_parameters") -> None:
     shown = shown_name(name)
     if shown not in _ignored and len(_ignored) < MAX_IGNORED_LOGGED:
         _ignored.add(shown)
-        logger.warning("parameter_ignored name=%s by=%s", shown, by)
+        logger.warning("parameter_ignored name=%s by=%r", shown, by)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

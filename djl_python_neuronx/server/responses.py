@@ -204,6 +204,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         ]
         asked = shown_name(f"{request.method} {request.url.path}")
         text = f"no route {asked}; expected {', '.join(routes)}"
+        if request.url.path.startswith("/v1/responses/"):
+            text = f"no route {asked}: no response is stored; send whole conversations to /v1/responses"
     response = error_response(HttpError(text, error.status_code), path=request.url.path)
     response.headers.update(error.headers or {})
     return response

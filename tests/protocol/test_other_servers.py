@@ -12,9 +12,10 @@ from djl_python_neuronx.protocol.anthropic import MessagesParameters
 from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
+from djl_python_neuronx.protocol.openai_responses import ResponsesParameters
 from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.protocol.tokenize import TokenizeBody
-from tests.protocol.other_servers import CHAT, COMPLETIONS, GENERATE, MESSAGES, TOKENIZE
+from tests.protocol.other_servers import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, TOKENIZE
 from tests.protocol.parsing import parse
 
 
@@ -29,6 +30,10 @@ def message(fields: Mapping[str, Any]) -> None:
 
 def tokenize(fields: Mapping[str, Any]) -> None:
     parse({"messages": [{"role": "user", "content": "<5>"}], **fields}, path="/tokenize")
+
+
+def respond(fields: Mapping[str, Any]) -> None:
+    parse({"input": "<5>", **fields}, path="/v1/responses")
 
 
 def complete(fields: Mapping[str, Any]) -> None:
@@ -48,6 +53,7 @@ ROUTES = pytest.mark.parametrize(
         (complete, COMPLETIONS, CompletionParameters),
         (generate, GENERATE, Parameters),
         (tokenize, TOKENIZE, TokenizeBody),
+        (respond, RESPONSES, ResponsesParameters),
     ],
 )
 OTHERS = (None, False, True, -1, 0, 1, 0.5, "", "x", "none", [], ["x"], {}, {"type": "json_object"})
@@ -91,7 +97,7 @@ def test_all_other_values_are_refused_by_name(send: Any, servers: Any, model: An
 
 
 def test_the_table_has_no_field_that_no_server_has() -> None:
-    every = (CHAT, MESSAGES, COMPLETIONS, GENERATE)
+    every = (CHAT, MESSAGES, RESPONSES, COMPLETIONS, GENERATE)
     tables = [fields for servers in every for fields in servers.values()]
     known = {name for fields in tables for name in fields}
     assert {*NEUTRAL, *WITHOUT_EFFECT} <= known

@@ -207,6 +207,12 @@ def test_tools_and_variables_reach_the_template() -> None:
     ]
     assert found.variables == {"reasoning_effort": "low", "verbosity": "high", "date": "today"}
     assert not rendered(tools=[FIND, SEARCH], tool_choice="none").rendering.tools
+    space = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [LOOK]}
+    history = [USER, {**call("look", 1), "namespace": "mcp__files"}, output(1, "r")]
+    found = rendered(tools=[FIND, space, SEARCH], input=history)
+    names = [tool["function"]["name"] for tool in found.rendering.tools]
+    assert names == ["find", "mcp__files__look"]
+    assert found.messages[1]["tool_calls"] == [chat_call("mcp__files__look", 1)]
 
 
 def test_every_parameter_arrives() -> None:
@@ -333,6 +339,7 @@ def test_tools_of_other_types_are_left_out_beside_functions(
     for _ in range(2):
         found = json.loads(answered(body, "a", path=PATH))
     assert [tool["name"] for tool in found["tools"]] == ["find"]
+    assert found["tools"][0]["description"] is None
     logged = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [record.args and record.args[0] for record in logged] == [
         "\"tools of type 'web_search'\"",
@@ -433,6 +440,22 @@ def test_a_failed_stream_ends_with_its_response() -> None:
     assert response["error"] == {"code": "server_error", "message": "the device failed"}
     assert items(response) == [("message", "a")]
     assert response["output"][0]["status"] == "incomplete"
+
+
+def test_a_call_names_the_namespace_of_its_tool() -> None:
+    space = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [LOOK]}
+    text = CALL.replace("find", "mcp__files__look")
+    body = {"input": "<5>", "tools": [FIND, space]}
+    for stream in (False, True):
+        written = answered({**body, "stream": stream}, text, path=PATH)
+        found = json.loads(
+            written.split(b"\n\n")[-3].partition(b"data: ")[2] if stream else written
+        )
+        found = found["response"] if stream else found
+        (item,) = found["output"]
+        assert (item["namespace"], item["name"]) == ("mcp__files", "look")
+        assert [tool["type"] for tool in found["tools"]] == ["function", "namespace"]
+        assert [tool["name"] for tool in found["tools"][1]["tools"]] == ["look"]
 
 
 def test_an_answer_is_an_item_of_the_next_turn() -> None:

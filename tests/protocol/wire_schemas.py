@@ -1100,7 +1100,8 @@ def check_response(record: Any, num_top: int | None = None) -> None:
     _has(record["text"], "format")
     assert set(record["reasoning"]) == {"effort", "summary"}
     for tool in record["tools"]:
-        assert set(tool) == {"type", "name", "description", "parameters", "strict"}
+        for one in tool.get("tools", [tool]):
+            assert set(one) == {"type", "name", "description", "parameters", "strict"}
     assert (record["completed_at"] is not None) == (record["status"] == "completed")
     assert (record["incomplete_details"] is not None) == (record["status"] == "incomplete")
     assert (record["error"] is not None) == (record["status"] == "failed")
@@ -1119,7 +1120,7 @@ def check_response(record: Any, num_top: int | None = None) -> None:
 
 def check_item(item: Any, num_top: int | None = None) -> None:
     """An item of an output; `num_top` None: its text has no log-probabilities."""
-    assert set(item) == _ITEM_KEYS[item["type"]]
+    assert set(item) - {"namespace"} == _ITEM_KEYS[item["type"]]
     assert (item.get("content") == []) <= (item["status"] == "in_progress")
     for part in item.get("content", ()):
         assert set(part) == _PART_KEYS[part["type"]]
