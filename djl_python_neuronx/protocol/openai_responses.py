@@ -20,11 +20,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
     with_config,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self, TypedDict
 
 from djl_python_neuronx.errors import RequestError, ServingError, UnsupportedParameterError
@@ -142,6 +143,14 @@ class InputItem(LenientModel):
         return self
 
 
+class _TextOrItems(BeforeValidator):
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """See pydantic."""
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+
 def _items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
@@ -179,7 +188,7 @@ class ResponsesParameters(GenerationParameters):
 
     input: Annotated[
         list[InputItem],
-        BeforeValidator(_items),
+        _TextOrItems(_items),
         Field(
             min_length=1,
             max_length=MAX_MESSAGES,

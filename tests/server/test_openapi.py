@@ -148,7 +148,7 @@ def test_it_is_made_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPat
 def parts(text: str, media_type: str) -> list[Any]:
     """The values of a stream."""
     found = [part for part in text.split(STREAMS[media_type]) if part]
-    texts = [re.sub(r"^(event: \w+\n)?data: ", "", part) for part in found]
+    texts = [re.sub(r"^(event: [\w.]+\n)?data: ", "", part) for part in found]
     return [json.loads(part) for part in texts if part != "[DONE]"]
 
 
