@@ -23,7 +23,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
-    with_config,
 )
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self, TypedDict
@@ -330,9 +329,13 @@ def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     )
 
 
-@with_config(ConfigDict(extra="allow"))
+_OPEN = ConfigDict(extra="allow")
+
+
 class OutputItem(TypedDict):
     """An item of the output, with the fields of its `type`."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
 
     type: Literal["message", "reasoning", "function_call"]
     id: str
@@ -349,9 +352,10 @@ class ResponseUsage(TypedDict):
     total_tokens: int
 
 
-@with_config(ConfigDict(extra="allow"))
 class Response(TypedDict):
     """A response, whole or so far. Its other fields are those of the request."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
 
     id: str
     object: Literal["response"]
@@ -365,9 +369,10 @@ class Response(TypedDict):
     usage: ResponseUsage | None
 
 
-@with_config(ConfigDict(extra="allow"))
 class ResponseEvent(TypedDict):
     """An event of a stream, with the fields of its `type`."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
 
     type: str
     sequence_number: int

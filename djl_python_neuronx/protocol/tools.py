@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import (
     BeforeValidator,
     Field,
-    ModelWrapValidatorHandler,
     PrivateAttr,
     WithJsonSchema,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
