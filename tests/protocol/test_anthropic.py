@@ -297,6 +297,20 @@ def test_every_parameter_arrives() -> None:
     assert parse(body(), path=PATH).request.grammar is None
 
 
+def test_the_key_of_either_header_is_a_client() -> None:
+    clients = [
+        parse(body(), path=PATH, fairness_key="api_key", headers=headers).request.client
+        for headers in (
+            {"x-api-key": "a"},
+            {"authorization": "Bearer a"},
+            {"x-api-key": "b"},
+            {},
+        )
+    ]
+    assert clients[0] == clients[1]
+    assert len(set(clients)) == 3
+
+
 ENDS = (
     ((10, 11), FinishReason.LENGTH, "<10><11>", "max_tokens", None, 2),
     ((10, 11), FinishReason.TIME, "<10><11>", "max_tokens", None, 2),

@@ -87,6 +87,29 @@ def test_a_session_of_claude_code(agent: Agent) -> None:
         assert after.startswith(same), "the cache would hold nothing of the turn before"
 
 
+def test_a_choice_of_any_tool_is_a_call(agent: Agent) -> None:
+    """Whatever the model would write behind its reasoning: here a text."""
+    only = {"required": ["n"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, **only}
+    tools = [{"name": name, "input_schema": schema} for name in ("one", "two")]
+    for choice, names, stream in (
+        ({"type": "any"}, {"one", "two"}, False),
+        ({"type": "any", "disable_parallel_tool_use": True}, {"one", "two"}, True),
+        ({"type": "tool", "name": "two"}, {"two"}, True),
+    ):
+        messages = [{"role": "user", "content": "Hello"}]
+        body = {"max_tokens": 900, "messages": messages, "tools": tools, "tool_choice": choice}
+        request = {"answer": "<think>hm</think>Hello", "body": {**body, "stream": stream}}
+        response = agent.send(request, {})
+        found = SCHEMAS["messages_events" if stream else "messages"](response.content).record
+        thought, *calls = found["content"]
+        assert thought["thinking"] == "hm"
+        assert found["stop_reason"] == "tool_use"
+        assert {call["name"] for call in calls} <= names
+        assert all(call["input"] in ({"n": 1}, {"n": 2}) for call in calls)
+        assert len(calls) == 1 or choice == {"type": "any"}
+
+
 def test_counted_tokens_are_those_of_the_answer(agent: Agent) -> None:
     session = json.loads((SESSIONS / "claude_code.json").read_text(encoding="utf-8"))
     for request in session["requests"]:

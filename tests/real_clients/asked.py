@@ -11,9 +11,14 @@ FIRST = QUESTIONS["first"]
 SECOND = QUESTIONS["second"]
 PROMPT = QUESTIONS["prompt"]
 MAX_TOKENS = QUESTIONS["max_tokens"]
+SUM = QUESTIONS["sum"]
+"""To be answered by `TOOL`."""
+TOOL = QUESTIONS["tool"]
+FRUIT = QUESTIONS["fruit"]
+"""To be answered by an object with its `name`."""
 OPENING = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]
 
 
 def show(**texts: str) -> None:
-    """Print the answers: `first`, `second` and `prompt`, with a suffix for another way to get them."""
+    """Print the answers: `first`, `second`, `prompt` …, with a suffix for another way to get them."""
     sys.stdout.write(json.dumps(texts) + "\n")

@@ -29,7 +29,9 @@ import transformers
 from tests.clients.answers import MODEL, ROOT
 from tests.clients.embedded import Embedded
 from tests.clients.front import forward, front
+from tests.doubles.chat_model import ChatTokenizer, ScriptedBackend
 from tests.doubles.tiny_models import load_reference
+from tests.server.running import serving
 
 pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
@@ -75,6 +77,24 @@ PROGRAMS = tuple(
         ("ai_node.mjs", "node", "ai @ai-sdk/openai-compatible"),
     )
 )
+
+
+TOOL_PROGRAMS = tuple(
+    Program(script, environment, tuple(packages.split()))
+    for script, environment, packages in (
+        ("anthropic_tools_python.py", "openai", "anthropic"),
+        ("langchain_tools_python.py", "openai", "langchain-openai"),
+        ("anthropic_tools_node.mjs", "node", "@anthropic-ai/sdk"),
+        ("ai_tools_node.mjs", "node", "ai @ai-sdk/openai-compatible"),
+    )
+)
+"""Scripts with a tool; a model that writes given texts answers them."""
+TEXTS = {
+    QUESTIONS["sum"]: ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'),
+    "[tool]3": "It is 3.",
+    QUESTIONS["fruit"]: '{"name": "kiwi"}',
+}
+"""Ends of conversations, and what the model writes then."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +145,8 @@ def environment(name: str) -> Path:
     """A new environment with the newest packages of its programs; returns the folder of its commands."""
     folder = ENVIRONMENTS / name
     shutil.rmtree(folder, ignore_errors=True)
-    packages = [each for one in PROGRAMS if one.environment == name for each in one.packages]
+    every = [one for one in (*PROGRAMS, *TOOL_PROGRAMS) if one.environment == name]
+    packages = list(dict.fromkeys(each for one in every for each in one.packages))
     if name == "node":
         return _node(folder, packages)
     _run(sys.executable, "-m", "venv", "--upgrade-deps", folder)
@@ -187,28 +208,47 @@ def test_a_client_gets_the_right_texts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    with front(forward(server.port)) as sagemaker:
+        url = f"http://127.0.0.1:{server.port}"
+        arguments = [sagemaker if program.environment == "sagemaker" else url, MODEL.name, MODEL]
+        texts, found = run(program, arguments, tmp_path)
+    assert texts == {name: right[name.partition("_")[0]] for name in texts}
+    with capsys.disabled():
+        sys.stdout.write(f"\n{found}: {len(texts)} right texts\n")
+
+
+@pytest.mark.parametrize("program", TOOL_PROGRAMS, ids=lambda program: program.script)
+def test_a_client_calls_a_tool(
+    program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = ChatTokenizer()
+    with serving(ScriptedBackend(tokenizer, TEXTS), tokenizer=tokenizer) as running:
+        texts, found = run(program, [running.url, "toy", MODEL], tmp_path)
+    right = {"sum": "It is 3.", "fruit": "kiwi"}
+    assert texts == {name: right[name.partition("_")[0]] for name in texts}
+    with capsys.disabled():
+        sys.stdout.write(f"\n{found}: {len(texts)} right texts\n")
+
+
+def run(program: Program, arguments: list[Any], work: Path) -> tuple[dict[str, str], str]:
+    """The texts that a script prints, and the versions of its packages."""
     commands = environment(program.environment)
     environ = {
-        "HOME": str(tmp_path),
+        "HOME": str(work),
         "PATH": f"{commands}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
         # Not from the network, which it waits for.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    with front(forward(server.port)) as sagemaker:
-        url = f"http://127.0.0.1:{server.port}"
-        arguments = [sagemaker if program.environment == "sagemaker" else url, MODEL.name, MODEL]
-        done = subprocess.run(
-            [*command_of(program, commands), *arguments],
-            env=environ,
-            cwd=tmp_path,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=600,
-        )
+    done = subprocess.run(
+        [*command_of(program, commands), *arguments],
+        env=environ,
+        cwd=work,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     texts = json.loads(done.stdout.splitlines()[-1])
     assert texts
-    assert texts == {name: right[name.partition("_")[0]] for name in texts}
-    with capsys.disabled():
-        sys.stdout.write(f"\n{versions(program, commands)}: {len(texts)} right texts\n")
+    return texts, versions(program, commands)

@@ -235,6 +235,7 @@ class TestKeys:
             assert (found in DIGESTS) == (key != "none")
             assert [two for _, two in compared] == DIGESTS
             assert {len(one) for one, _ in compared} == {len(DIGESTS[0])}
+            assert check._admitted([(b"x-api-key", key.encode())]) == found
 
     def test_keys_come_from_a_file_and_the_variable(self, tmp_path: Path) -> None:
         file = tmp_path / "keys"
