@@ -15,6 +15,14 @@ FORMS = ("json", "jsonlines", "sse")
 SSE = "text/event-stream"
 CLEAN_STATUSES = (408, 500, 503)
 
+_OWN = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+TOOL_TEMPLATE = _OWN.replace(
+    "{{ bos_token }}",
+    "{{ bos_token }}{% if tools %}<|system|> {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|end|>"
+    '{% endif %}{# <tool_call>{"name" #}',
+)
+"""The example model's chat template, which lists tools too: their names, because the model's context is short."""
+
 
 @dataclass(frozen=True)
 class Question:

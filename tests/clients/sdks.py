@@ -11,9 +11,10 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
+import pydantic
 import pytest
 import transformers
 
@@ -259,6 +260,45 @@ def check_logprobs(url: str) -> None:
     assert [token.token for token in streamed] == [token.token for token in content]
     data = b"".join(bytes(token.bytes) for token in content)
     assert data.decode().startswith(check["completion"])
+
+
+class Weather(pydantic.BaseModel):
+    """The weather. The arguments are short, whatever a model writes."""
+
+    city: Literal["Paris", "Rome"]
+    tomorrow: bool
+
+
+def check_tools(url: str) -> None:
+    """A conversation with a tool, whole and streamed; the template is `TOOL_TEMPLATE`."""
+    completions: Any = openai_client(url).chat.completions
+    messages: list[Any] = [{"role": "user", "content": "Is it cold?"}]
+    settings = {
+        "model": "tiny",
+        "tools": [openai.pydantic_function_tool(Weather)],
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    for choice in ("required", {"type": "function", "function": {"name": "Weather"}}):
+        forced = {**settings, "tool_choice": choice, "parallel_tool_calls": False}
+        called = completions.parse(messages=messages, **forced).choices[0]
+        assert called.finish_reason == "tool_calls"
+        assert called.message.content is None
+        (call,) = called.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Weather)
+        with completions.stream(messages=messages, **forced) as stream:
+            events = [one for one in stream if one.type.startswith("tool_calls")]
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == "tool_calls"
+        assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+        deltas = [one.arguments_delta for one in events if one.type.endswith("delta")]
+        assert len(deltas) > 1
+        assert "".join(deltas) == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "7 degrees"}
+    history = [*messages, called.message, result]
+    assert completions.create(messages=history, **settings).choices[0].finish_reason
+    with pytest.raises(openai.BadRequestError):
+        completions.create(messages=messages, **{**settings, "tools": [{"type": "custom"}]})
 
 
 def check_prompt_scores(url: str) -> None:

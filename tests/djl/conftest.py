@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from djl_python_neuronx.service import Service
+from tests.clients.answers import TOOL_TEMPLATE
 from tests.clients.front import Answer, front
 from tests.djl.folders import MAX_RUNNING, MAX_WAITING, MODEL, MODES, write_model
 from tests.djl.questions import CHECKS, body
@@ -35,6 +36,7 @@ def served(mode, engine_process, start_java, tmp_path_factory):
         max_waiting=MAX_WAITING,
         engine_process=engine_process,
         served_model_name="tiny",
+        chat_template=TOOL_TEMPLATE,
     )
     with start_java() as java:
         java.load("tiny", folder)

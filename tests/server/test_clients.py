@@ -18,6 +18,7 @@ from djl_python_neuronx.server.keys import read_keys
 from djl_python_neuronx.server.models import Model
 from djl_python_neuronx.service import Service
 from tests.clients import sdks
+from tests.clients.answers import TOOL_TEMPLATE
 from tests.clients.front import forward, front
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend
 from tests.doubles.toy_service import toy_service
@@ -36,6 +37,7 @@ def server() -> Iterator[Running]:
             "model_loader": "cpu",
             "max_rolling_batch_size": "8",
             "served_model_name": "tiny",
+            "chat_template": TOOL_TEMPLATE,
         },
     )
     running = Running(application)
@@ -79,6 +81,10 @@ def test_completions(url: str) -> None:
 
 def test_logprobs(url: str) -> None:
     sdks.check_logprobs(url)
+
+
+def test_tools(url: str) -> None:
+    sdks.check_tools(url)
 
 
 def test_prompt_scores(url: str) -> None:
