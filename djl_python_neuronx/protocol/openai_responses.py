@@ -236,14 +236,11 @@ class ResponsesParameters(GenerationParameters):
         """
         shared = self.model_fields_set & ChatParameters.model_fields.keys()
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        fields = {"description", "parameters", "strict"}
-        tools = [
-            {
-                "name": _SPACE.join(names.values()),
-                **one.model_dump(include=fields, exclude_none=True),
-            }
-            for names, one in self.functions
-        ]
+        tools = []
+        for names, one in self.functions:
+            fields = one.model_dump(include={"description", "parameters", "strict"})
+            given = {key: value for key, value in fields.items() if value is not None}
+            tools.append({"name": _SPACE.join(names.values()), **given})
         values |= {
             "messages": _messages(self.instructions, self.input),
             "tools": [{"type": "function", "function": one} for one in tools],
@@ -260,11 +257,10 @@ class ResponsesParameters(GenerationParameters):
             if self.response_format is not None:
                 msg = "text.format and response_format each have a grammar; send one of them"
                 raise RequestError(msg, param="text.format")
-            schema = {name: value for name, value in form.items() if name != "type"}
-            is_schema = form.get("type") == "json_schema"
-            values["response_format"] = (
-                {"type": "json_schema", "json_schema": schema} if is_schema else form
-            )
+            if form.get("type") == "json_schema":
+                schema = {name: value for name, value in form.items() if name != "type"}
+                form = {"type": "json_schema", "json_schema": schema}
+            values["response_format"] = form
         self._check_tools()
         return validated(ChatParameters, values, context.options)
 
@@ -324,9 +320,9 @@ def _chat_choice(choice: object) -> object:
 
 
 def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    return (
-        content if isinstance(content, str) else "\n".join([one["text"] for one in content or ()])
-    )
+    if isinstance(content, str):
+        return content
+    return "\n".join([one["text"] for one in content or ()])
 
 
 _OPEN = ConfigDict(extra="allow")
@@ -535,13 +531,12 @@ class ResponsesShape(ChatShape):
         self, status: str, answer: Answer, error: ServingError | None = None
     ) -> dict[str, Any]:
         """The response so far."""
+        cut = {"reason": "max_output_tokens"}
         return {
             **self._response,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": cut if status == "incomplete" else None,
             "error": None if error is None else _failure(error),
             "output": [one.value() for one in self._items],
             "usage": None if status == "in_progress" else _usage(answer),
