@@ -301,6 +301,35 @@ def check_tools(url: str) -> None:
         completions.create(messages=messages, **{**settings, "tools": [{"type": "custom"}]})
 
 
+def check_response_tools(url: str) -> None:
+    """The same by responses, and a text by a schema."""
+    responses: Any = openai_client(url).responses
+    asked = [{"role": "user", "content": "Is it cold?"}]
+    tool = openai.pydantic_function_tool(Weather)
+    named = {"type": "function", "name": "Weather"}
+    settings = {"model": "tiny", "temperature": 0, "max_output_tokens": 200}
+    for choice in (
+        "required",
+        named,
+        {"type": "allowed_tools", "mode": "required", "tools": [named]},
+    ):
+        forced = {**settings, "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        called = responses.parse(input=asked, **forced)
+        (call,) = called.output
+        assert (called.status, call.type) == ("completed", "function_call")
+        assert isinstance(call.parsed_arguments, Weather)
+        with responses.stream(input=asked, **forced) as stream:
+            events = [one for one in stream if "arguments.delta" in one.type]
+            (streamed,) = stream.get_final_response().output
+        assert streamed.arguments == "".join(one.delta for one in events) == call.arguments
+        assert len(events) > 1
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
+    history = [*asked, *called.output, result]
+    assert responses.parse(input=history, tools=[tool], **settings).output
+    parsed = responses.parse(input=asked, text_format=Weather, **settings)
+    assert isinstance(parsed.output_parsed, Weather)
+
+
 def check_prompt_scores(url: str) -> None:
     """Log-probabilities of prompts are those of transformers, whichever parameter asks for them."""
     from tests.doubles.tiny_models import load_reference

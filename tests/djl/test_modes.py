@@ -288,6 +288,7 @@ def test_chats_of_clients_are_answered_right(url, ask):
         sdks.check_completions,
         sdks.check_logprobs,
         sdks.check_tools,
+        sdks.check_response_tools,
         sdks.check_prompt_scores,
         sdks.check_text_generation,
     ],

@@ -87,6 +87,10 @@ def test_tools(url: str) -> None:
     sdks.check_tools(url)
 
 
+def test_response_tools(url: str) -> None:
+    sdks.check_response_tools(url)
+
+
 def test_prompt_scores(url: str) -> None:
     sdks.check_prompt_scores(url)
 
