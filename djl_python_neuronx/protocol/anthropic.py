@@ -46,6 +46,7 @@ from djl_python_neuronx.protocol.parameters import (
     MaybeCount,
     RequestModel,
     Strings,
+    renamed,
     validated,
 )
 from djl_python_neuronx.protocol.tokenize import Ready
@@ -79,11 +80,11 @@ _ERROR_TYPES = {
     529: "overloaded_error",
 }
 """Status to the type of an error; any other is `invalid_request_error` below 500, else `api_error`."""
-_OWN_NAMES = (
-    (".function.parameters", ".input_schema"),
-    (".function.", "."),
-    ("guided_json ", "output_config.format.schema "),
-)
+_OWN_NAMES = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "guided_json": "output_config.format.schema",
+}
 """Names in the chat that a request becomes, and the client's in their place."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NO_THREADS = {"error_code": "thread_unsupported_request"}
@@ -480,8 +481,6 @@ def answer_error(error: ServingError) -> tuple[int, ErrorBody]:
         text = (
             f"prompt is too long: {text}"  # the words by which Claude Code shortens a conversation
         )
-    for other, own in _OWN_NAMES:
-        text = text.replace(other, own)
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     more = {"details": _NO_THREADS} if getattr(error, "param", None) == "thread" else {}
     return status, {"type": "error", "error": {"type": kind, "message": text, **more}}
@@ -511,6 +510,7 @@ class MessagesProtocol(WireProtocol):
     }
     error = ErrorBody
     answer_error = staticmethod(answer_error)
+    model: type[CountParameters] = MessagesParameters
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """See `WireProtocol`. True for nothing that is a chat of OpenAI's."""
@@ -524,8 +524,16 @@ class MessagesProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
-        given = validated(MessagesParameters, payload, context.options)
-        return _Chat().parse_chat(given.chat(context), context, MessagesShape)
+        given = validated(self.model, payload, context.options)
+        try:
+            return self.answered(given.chat(context), context)
+        except RequestError as error:
+            failure = renamed(error, _OWN_NAMES)
+        raise failure  # outside the except clause: the cause may hold a part of a prompt
+
+    def answered(self, chat: ChatParameters, context: ParseContext) -> ParsedRequest:
+        """The request of a chat, with the answer's formatter."""
+        return _Chat().parse_chat(chat, context, MessagesShape)
 
 
 class CountProtocol(MessagesProtocol):
@@ -538,8 +546,9 @@ class CountProtocol(MessagesProtocol):
     requests: Mapping[str, Any] = {"application/json": CountParameters}
     answers: Mapping[str, Any] = {"application/json": TokenCount}
 
-    def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
-        """See `WireProtocol`. The answer is complete."""
-        chat = validated(CountParameters, payload, context.options).chat(context)
+    model = CountParameters
+
+    def answered(self, chat: ChatParameters, context: ParseContext) -> ParsedRequest:
+        """See `MessagesProtocol`. The answer is complete."""
         count = len(chat.encode(chat.messages, context))
         return ParsedRequest((), Ready({"input_tokens": count}), stream=False)
