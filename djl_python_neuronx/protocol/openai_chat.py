@@ -182,10 +182,9 @@ class Conversation(ToolFields):
         if begins and continues:
             msg = "add_generation_prompt begins another message than continue_final_message goes on with; leave out one"
             raise RequestError(msg, param="add_generation_prompt")
-        effort: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            effort = {"reasoning_effort": self.reasoning_effort}
-        if self.reasoning_effort == "none":
+        given = self.reasoning_effort
+        effort: dict[str, Any] = {"reasoning_effort": given} if given else {}
+        if given == "none":
             # The variables of Qwen's and DeepSeek's templates, as in SGLang.
             effort |= {"enable_thinking": False, "thinking": False}
         tokenizer, options = context.tokenizer, context.options
@@ -241,17 +240,18 @@ class ChatLogprobs(TypedDict):
 
 
 class FunctionCall(TypedDict):
-    """A call; in a stream the arguments are an addition, and the first part alone has the name."""
+    """The function of a call."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class AnswerCall(TypedDict):
-    """A call of a tool."""
+    """A call of a tool; in a stream, where it has an index, an addition to it: the first one has all fields."""
 
-    id: str
-    type: Literal["function"]
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: FunctionCall
 
 
@@ -291,21 +291,12 @@ class ChatCompletion(AnswerFields):
     prompt_logprobs: NotRequired[PromptScores]
 
 
-class CallDelta(TypedDict):
-    """A chunk's addition to a call."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionCall
-
-
 class ChunkDelta(ReasoningFields, total=False):
     """A chunk's addition to a message."""
 
     role: Literal["assistant"]
     content: str
-    tool_calls: list[CallDelta]
+    tool_calls: list[AnswerCall]
 
 
 class ChunkChoice(TypedDict):
@@ -325,7 +316,7 @@ class ChatCompletionChunk(AnswerFields):
     usage: NotRequired[Usage | None]
 
 
-def _call_delta(event: CallEvent | ArgumentsEvent) -> CallDelta:
+def _call_delta(event: CallEvent | ArgumentsEvent) -> AnswerCall:
     call = event.call
     if isinstance(event, ArgumentsEvent):
         return {"index": call.index, "function": {"arguments": event.text}}

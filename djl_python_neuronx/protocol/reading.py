@@ -329,11 +329,11 @@ def _call(text: str) -> tuple[str, str]:
     """Name and arguments, as JSON, of a call that is an object; empty where it has none."""
     try:
         found = json.loads(text[text.index("{") :])
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+        if not isinstance(arguments, str):  # which is JSON in a string
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     except (ValueError, RecursionError):
         return "", ""
-    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
-    if not isinstance(arguments, str):  # which is JSON in a string
-        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     return name if isinstance(name, str) else "", arguments or "{}"
 
 

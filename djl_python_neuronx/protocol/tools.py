@@ -84,52 +84,30 @@ def _format(
 
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
-_TAG = r"<tool_call>(?:\\n|[\s'\"+~-])*"
-_DEEPSEEK = {
-    # Their marks have a fullwidth bar and the blank of sentencepiece.
-    word: f"<\uff5ctool\u2581{word}\uff5c>".replace(" ", "\u2581")
-    for word in ("calls begin", "call begin", "sep", "call end", "calls end")
-}
-_V3 = "{call begin}function{sep}NAME\n```json\nARGUMENTS\n```{call end}".format_map(_DEEPSEEK)
-_V31 = "{call begin}NAME{sep}ARGUMENTS{call end}".format_map(_DEEPSEEK)
-_CALLS, _CALL, _, _, _ENDED = _DEEPSEEK.values()
+_TAG, _PIPED, _CALLS = "<tool_call>", "<|tool_call|>", "[TOOL_CALLS]"
+_NAMED = f"{_CALLS}NAME[ARGS]ARGUMENTS"
+_QUOTED = r"<tool_call>(?:\\n|[\s'\"+~-])*"
+_HERMES = _QUOTED + r"\{\\*[\"'](?:name|arguments)"
+_LLAMA = r"\{\\*\"name\\*\": function name|<\|python_tag\|>"
+_PARAMETERS = _OBJECT.replace("arguments", "parameters")
+# DeepSeek's marks have a fullwidth bar and the blank of sentencepiece.
+_BEGIN, _FIRST, _SEP, _LAST, _END = (
+    f"<\uff5ctool\u2581{words}\uff5c>".replace(" ", "\u2581")
+    for words in ("calls begin", "call begin", "sep", "call end", "calls end")
+)
+_V3 = f"{_FIRST}function{_SEP}NAME\n```json\nARGUMENTS\n```{_LAST}"
+_V31 = f"{_FIRST}NAME{_SEP}ARGUMENTS{_LAST}"
 
 TOOL_FORMATS = (
-    _format(
-        "hermes",
-        _TAG + r"\{\\*[\"'](?:name|arguments)",
-        "<tool_call>",
-        f"<tool_call>\n{_OBJECT}\n</tool_call>",
-        ("", "\n", ""),
-    ),
-    _format("granite", r"<\|tool_call\|>", "<|tool_call|>", _OBJECT, ("<|tool_call|>[", ", ", "]")),
-    _format("granite", _TAG + r"\[", "<tool_call>", _OBJECT, ("<tool_call>[", ", ", "]")),
-    _format(
-        "mistral",
-        r"\[ARGS\]",
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
-        inside=("[CALL_ID]",),
-        id_chars=9,
-    ),
-    _format(
-        "mistral",
-        r"\[TOOL_CALLS\]",
-        "[TOOL_CALLS]",
-        _OBJECT,
-        ("[TOOL_CALLS][", ", ", "]"),
-        id_chars=9,
-    ),
-    _format(
-        "llama3_json",
-        r"\{\\*\"name\\*\": function name|<\|python_tag\|>",
-        "<|python_tag|>",
-        _OBJECT.replace("arguments", "parameters"),
-        ("", "; ", ""),
-        bare=True,
-    ),
-    _format("deepseek_v3", f"(?s){_CALL}.*```json", _CALLS, _V3, (_CALLS, "\n", _ENDED)),
-    _format("deepseek_v31", _CALL, _CALLS, _V31, (_CALLS, "", _ENDED)),
+    # Name, regex of templates, start, a call, and what opens, separates and closes calls.
+    _format("hermes", _HERMES, _TAG, f"{_TAG}\n{_OBJECT}\n</tool_call>", ("", "\n", "")),
+    _format("granite", re.escape(_PIPED), _PIPED, _OBJECT, (f"{_PIPED}[", ", ", "]")),
+    _format("granite", _QUOTED + r"\[", _TAG, _OBJECT, (f"{_TAG}[", ", ", "]")),
+    _format("mistral", r"\[ARGS\]", _CALLS, _NAMED, inside=("[CALL_ID]",), id_chars=9),
+    _format("mistral", re.escape(_CALLS), _CALLS, _OBJECT, (f"{_CALLS}[", ", ", "]"), id_chars=9),
+    _format("llama3_json", _LLAMA, "<|python_tag|>", _PARAMETERS, ("", "; ", ""), bare=True),
+    _format("deepseek_v3", f"(?s){_FIRST}.*```json", _BEGIN, _V3, (_BEGIN, "\n", _END)),
+    _format("deepseek_v31", _FIRST, _BEGIN, _V31, (_BEGIN, "", _END)),
 )
 """The formats. Of several whose template matches the first counts, also of those with one name."""
 
@@ -191,7 +169,7 @@ def _expects(fits: Callable[[Any], Any], expected: str) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-_NAMED = _expects(
+_OF_NAME = _expects(
     lambda name: isinstance(name, str) and re.fullmatch(NAME, name),
     "a name of 1 to 128 letters, digits and _ . : -",
 )
@@ -208,7 +186,7 @@ _FUNCTION = _expects(
 class ToolFunction(LenientModel):
     """A function that the model may call."""
 
-    name: Annotated[str, _NAMED]
+    name: Annotated[str, _OF_NAME]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, _OF_OBJECT] = None
     """The schema of its arguments; None: it has none."""
