@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("llguidance", reason="enforces them")
 
 from djl_python_neuronx.engine.detokenizer import Delta
+from djl_python_neuronx.engine.grammars import Grammar, Grammars
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.grammar import Vocabulary, checked, matcher
 from djl_python_neuronx.protocol.answers import CallEvent
 from djl_python_neuronx.protocol.reading import AnswerReader
 from djl_python_neuronx.protocol.tools import TOOL_FORMATS, ToolFormat, ToolFunction, ToolUse
-from djl_python_neuronx.types import FinishReason
+from djl_python_neuronx.types import EngineRequest, FinishReason
+from tests.doubles.toy_backend import TOY_SPEC
 
 SPECIAL = {
     one: 300 + i
@@ -27,11 +31,8 @@ SPECIAL = {
     )
 }
 END = 300 + len(SPECIAL)
-TOKENS = Vocabulary(
-    [*(bytes([i]) for i in range(256)), *[b""] * 44, *map(str.encode, SPECIAL), b"</s>"],
-    [*SPECIAL.values(), END],
-    END,
-).tables
+PIECES = [*(bytes([i]) for i in range(256)), *[b""] * 44, *map(str.encode, SPECIAL), b"</s>"]
+TOKENS = Vocabulary(PIECES, [*SPECIAL.values(), END], END).tables
 WEATHER = {
     "type": "object",
     "properties": {
@@ -331,3 +332,33 @@ def test_a_text_beside_calls_may_have_a_grammar_too() -> None:
             f'{call}{{"city": "Bath"}}': False,
         }
         assert {one: accepts(grammar, one, known) for one in cases} == cases, name
+
+
+def test_a_sequence_that_goes_on_elsewhere_has_the_same_masks() -> None:
+    """Along random texts with calls; as behind a crash, a grammar reads the whole output at once."""
+    spec = replace(TOY_SPEC, vocab_size=len(PIECES), eos_ids=frozenset({END}))
+    grammars = Grammars([one.decode("latin-1") for one in PIECES], [*SPECIAL.values(), END], spec)
+    rng, num_marks = random.Random(5), 0
+    reasoning = {**REASONING, "special": SPECIAL, "inside": True}
+
+    def mask(grammar: Grammar, output_ids: list[int]) -> list[int]:
+        bits = np.full(-(-spec.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        grammar.narrow(bits, output_ids)
+        return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+
+    for name in WRITTEN:
+        for choice in ("auto", "required"):
+            text = checked("tools", json.dumps([value(name, choice, SPECIAL), None, reasoning]))
+            request = EngineRequest("a", [1], grammar=text)
+            grammar, output_ids = Grammar(grammars, request), list[int]()
+            for turn in range(120):
+                found = mask(grammar, output_ids)
+                if turn % 10 == 0:
+                    assert mask(Grammar(grammars, request), output_ids) == found
+                marks = [one for one in found if one > 255 and one != END]
+                following = marks or [one for one in found if one != END]
+                if not following:
+                    break
+                num_marks += bool(marks)
+                output_ids.append(rng.choice(following))
+    assert num_marks > 30
