@@ -313,6 +313,8 @@ def test_a_key_has_one_spelling_and_values_are_no_schemas() -> None:
         ({"enum": [VALUES, 1]}, json.dumps(VALUES), True),
         ({"default": VALUES, "examples": [VALUES], "type": "string"}, '"a"', True),
         ({"properties": {"minProperties": {"const": 3}}}, '{"minProperties": 3}', True),
+        ({"properties": {"title": {"const": 3, "title": "A"}}}, '{"title": 3}', True),
+        ({"properties": {"title": {"const": 3, "title": "A"}}}, '{"title": 4}', False),
     ]
     wrong = [case for case in cases if accepts(written("json", case[0]), case[1]) != case[2]]
     assert wrong == []

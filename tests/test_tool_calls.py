@@ -196,7 +196,7 @@ def test_every_call_that_opens_fits_its_schema_where_the_model_chooses() -> None
         more = {
             "tools": TOOLS,
             "logit_bias": {MARK_ID: 9 if "bare" in name else 5},
-            "max_tokens": 120,
+            "max_tokens": 80,
         }
         bodies = [body(i, parallel_tool_calls=i % 4 == 0, **more) for i in range(EACH)]
         try:

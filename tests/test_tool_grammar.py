@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -12,17 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("jsonschema", reason="judges arguments")
 pytest.importorskip("llguidance", reason="enforces them")
 
-from djl_python_neuronx.engine.detokenizer import Delta
+import jsonschema
+
+from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.engine.grammars import Grammar, Grammars
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.grammar import Vocabulary, checked, matcher
-from djl_python_neuronx.protocol.answers import CallEvent
+from djl_python_neuronx.protocol.answers import CallEvent, TextEvent
 from djl_python_neuronx.protocol.reading import AnswerReader
 from djl_python_neuronx.protocol.tools import TOOL_FORMATS, ToolFormat, ToolFunction, ToolUse
 from djl_python_neuronx.types import EngineRequest, FinishReason
 from tests.doubles.toy_backend import TOY_SPEC
+from tests.effort import examples
 
 SPECIAL = {
     one: 300 + i
@@ -113,34 +118,33 @@ WRITTEN: Mapping[str, Written] = {
 }
 
 
+def row(name: str) -> ToolFormat:
+    """The format of a name of `WRITTEN`: a format's name, and a text of the row that is meant."""
+    first, *part = name.split(" ")
+    return next(
+        one
+        for one in TOOL_FORMATS
+        if one.name == first and "".join(part) in f"{one.before} {one.between} {one.opens}"
+    )
+
+
 def value(
     name: str, choice: str, special: Mapping[str, int], *, parallel: bool = True
 ) -> dict[str, Any]:
-    form = next(
-        one
-        for one in TOOL_FORMATS
-        if one.name == name.split()[0] and all(part in texts(one) for part in name.split()[1:])
-    )
     tools = TOOLS[2:3] if choice == "named" else TOOLS
-    return {
-        **vars(form),
-        "special": special,
-        "tools": tools,
-        "choice": choice,
-        "parallel": parallel,
-        "text": None,
-    }
+    more = {"tools": tools, "choice": choice, "parallel": parallel, "text": None}
+    return {**vars(row(name)), "special": special, **more}
 
 
-def texts(form: ToolFormat) -> str:
-    return f"{form.before} {form.between} {form.opens}"
+def tokens(text: str, known: Mapping[str, int]) -> list[int]:
+    """The ids of a text, its special tokens as such."""
+    parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+    return [one for part in parts for one in ([known[part]] if part in known else part.encode())]
 
 
 def accepts(grammar: str, text: str, known: Mapping[str, int]) -> bool:
-    """True if the text fulfils a grammar, its special tokens as such."""
-    parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
-    ids = [one for part in parts for one in ([known[part]] if part in known else part.encode())]
-    compiled = matcher(grammar, TOKENS)
+    """True if the text fulfils a grammar."""
+    compiled, ids = matcher(grammar, TOKENS), tokens(text, known)
     num_read: int = compiled.try_consume_tokens(ids)
     return num_read == len(ids) and bool(compiled.is_accepting())
 
@@ -362,3 +366,56 @@ def test_a_sequence_that_goes_on_elsewhere_has_the_same_masks() -> None:
                 num_marks += bool(marks)
                 output_ids.append(rng.choice(following))
     assert num_marks > 30
+
+
+def fragments(name: str) -> list[str]:
+    """Whole calls of a format, their parts, and what is almost one."""
+    form, written = row(name), WRITTEN[name]
+    parts = [*form.marks, form.opens, form.before, form.between, form.after, form.separator]
+    parts += [piece for part in parts for piece in part.split()]
+    named = '{"name": "get_weather", "parameters": '
+    parts += [*'{}[],:"\\ \n`', "; ", "Hi ", "now", "get", "got", "null", '"name"', '"arguments"']
+    parts += ['"type": "function", ', '"id": 1, ', BATH, OSLO, "{}", '{"days": 99}', named]
+    parts += [f'{{"city": "{form.starts[0]}"}}', named + '{"days": 77}}']
+    parts += ['{"parameters": {"days": 77}, "name": "get_weather"}']
+    return [one for one in dict.fromkeys(parts) if one] + [
+        written.one,
+        written.two,
+        written.other,
+    ] * 2
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_reader_takes_for_calls_what_the_grammar_holds_alone(name: str) -> None:
+    """In texts of fragments that a grammar accepts, with marks that are special tokens and spelled ones."""
+    rng, num_calls, pieces, form = random.Random(name), 0, fragments(name), row(name)
+    functions = {one: ToolFunction(name=one, parameters=schema) for one, schema, _ in TOOLS}
+    for known, parallel in itertools.product(({}, SPECIAL), (True, False)):
+        given = value(name, "auto", known, parallel=parallel)
+        grammar = matcher(checked("tools", json.dumps([given, None])), TOKENS)
+        for _ in range(examples(200)):
+            begun, text = grammar.deep_copy(), ""
+            for _ in range(rng.randrange(1, 30)):
+                piece = rng.choice(pieces)
+                ids = tokens(piece, known if rng.random() < 0.7 else {})
+                further = begun.deep_copy()
+                if further.try_consume_tokens(ids) == len(ids):
+                    begun, text = further, text + piece
+            size = rng.choice((1, 3, 1000))
+            use = ToolUse(form, functions, "auto", parallel)
+            reader, events = AnswerReader(use, None, is_held=True), list[Any]()
+            for i in range(0, len(text) + size, size):
+                token = Token(9, text[i : i + size], None, special=False)
+                reason = FinishReason.EOS if i >= len(text) else None
+                events += reader.feed(Delta("r", token.text, (token,), reason))
+            calls = [one.call for one in events if isinstance(one, CallEvent)]
+            for call in [one for one in calls if one.whole]:
+                schema = functions[call.name].parameters or {"maxProperties": 0}
+                validator = jsonschema.Draft202012Validator(schema)
+                assert validator.is_valid(json.loads(call.arguments)), text
+            if begun.is_accepting():
+                assert all(call.whole for call in calls), text
+                free = "".join(one.text for one in events if isinstance(one, TextEvent))
+                assert form.starts[0] not in free, text
+            num_calls += len(calls)
+    assert num_calls > examples(100)

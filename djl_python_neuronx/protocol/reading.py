@@ -309,6 +309,8 @@ class AnswerReader:
         """Keep the text of a call; it comes back as text if the call is not whole."""
         one = self._open
         raw = "".join(one.raw)
+        if not one.call and not one.raw[0].strip():
+            return self._fail()  # JSON at the beginning, in which a call may have its mark
         if one.call is None:
             self._emit(TextEvent(raw, ()))
         else:
@@ -321,7 +323,7 @@ class AnswerReader:
         mark, *rest = self._open.raw
         if mark:
             self._emit(TextEvent(mark, ()))
-        self._held, self._state = "".join(rest), self._write
+        self._held, self._state = "".join([*rest, self._held]), self._write
         return True
 
 
