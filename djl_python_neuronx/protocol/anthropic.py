@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, Union
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
-from typing_extensions import NotRequired, Self, TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol import openai
@@ -121,16 +121,15 @@ def _blocks(content: object, kinds: Sequence[str]) -> list[_Block]:
 _Content = Annotated[Any, WithJsonSchema({"type": ["string", "array"]})]
 
 
+def _of_role(content: object, info: ValidationInfo) -> list[_Block]:
+    return _blocks(content, _OF_ROLE[info.data.get("role", "system")])
+
+
 class MessageParam(LenientModel):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: _Content
-
-    @model_validator(mode="after")
-    def _has_blocks(self) -> Self:
-        self.content = _blocks(self.content, _OF_ROLE[self.role])
-        return self
+    content: Annotated[_Content, AfterValidator(_of_role)]
 
 
 def _custom(kind: object) -> object:
@@ -186,21 +185,13 @@ class OutputConfig(RequestModel):
     effort: Effort | None = None
 
 
-class Metadata(LenientModel):
-    """The user who sends the request."""
-
-    user_id: Any = None
-
-
 class CountParameters(GenerationParameters):
     """A conversation."""
 
     model: str | None = None
     max_tokens: MaybeCount = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Annotated[
-        _Content, AfterValidator(lambda value: _blocks(value, _OF_ROLE["system"]))
-    ] = None
+    system: Annotated[_Content, AfterValidator(_of_role)] = None
     stop_sequences: Strings = Field(default=[])
     stream: Flag = False
     tools: list[ToolParam] = Field(default=[])
@@ -209,7 +200,7 @@ class CountParameters(GenerationParameters):
     output_config: OutputConfig = OutputConfig()
     output_format: JsonFormat | None = None
     """The older name of `output_config.format`."""
-    metadata: Metadata = Metadata()
+    metadata: dict[str, Any] = Field(default={})
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
     def chat(self, context: ParseContext) -> ChatParameters:
@@ -222,7 +213,7 @@ class CountParameters(GenerationParameters):
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         values |= {"model": self.model, "stream": self.stream, "max_tokens": self.max_tokens}
         values["stop"] = [*self.stop, *self.stop_sequences]
-        values["user"] = self.user or self.metadata.user_id
+        values["user"] = self.user or self.metadata.get("user_id")
         values["chat_template_kwargs"] = variables = dict(self.chat_template_kwargs)
         if self.thinking is not None:
             for name in ("enable_thinking", "thinking"):
@@ -510,7 +501,6 @@ class MessagesProtocol(WireProtocol):
     }
     error = ErrorBody
     answer_error = staticmethod(answer_error)
-    model: type[CountParameters] = MessagesParameters
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """See `WireProtocol`. True for nothing that is a chat of OpenAI's."""
@@ -524,7 +514,7 @@ class MessagesProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol`."""
-        given = validated(self.model, payload, context.options)
+        given = validated(self.requests["application/json"], payload, context.options)
         try:
             return self.answered(given.chat(context), context)
         except RequestError as error:
@@ -545,8 +535,6 @@ class CountProtocol(MessagesProtocol):
     anywhere = False
     requests: Mapping[str, Any] = {"application/json": CountParameters}
     answers: Mapping[str, Any] = {"application/json": TokenCount}
-
-    model = CountParameters
 
     def answered(self, chat: ChatParameters, context: ParseContext) -> ParsedRequest:
         """See `MessagesProtocol`. The answer is complete."""

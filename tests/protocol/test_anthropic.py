@@ -379,7 +379,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "block 0 is image"),
     ({"messages": [USER, {"role": "user", "content": [
         {**RESULT, "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]}]},
-     "'messages[1]' is an object; expected a string or blocks of type text (text) or tool_reference"),
+     "'messages[1].content' is a list; expected a string or blocks of type text (text) or tool_reference"),
     ({"messages": [{"role": "user", "content": [CALL]}]}, "block 0 is tool_use"),
     ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "block 0 is tool_result"),
     ({"messages": [{"role": "assistant", "content": [{**CALL, "input": "{}"}]}]}, "tool_use (id, name, input)"),
