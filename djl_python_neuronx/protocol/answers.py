@@ -280,18 +280,10 @@ class AnswerFormatter:
         parts: list[Any] = []
         for event in answer.events(delta):
             self._shape.write(answer, event, parts)
-        names = [
-            b"event: %b\n" % part["type"].encode()
-            if self._named and isinstance(part, dict)
-            else b""
-            for part in parts
-        ]
-        return b"".join(
-            [
-                name + self._prefix + orjson.dumps(part) + self._suffix
-                for name, part in zip(names, parts, strict=True)
-            ]
-        )
+        frames = [self._prefix + orjson.dumps(part) + self._suffix for part in parts]
+        if self._named:
+            frames = [_name(part) + frame for part, frame in zip(parts, frames, strict=True)]
+        return b"".join(frames)
 
     def _whole(self, group: Sequence[Answer], delta: Delta) -> bytes:
         """The whole answer, if it has ended. Each prompt's is encoded at its own end: all at once would take long."""
@@ -303,3 +295,8 @@ class AnswerFormatter:
         if not all(bodies):
             return b""
         return b"[" + b",".join(bodies) + b"]" if self._listed else bodies[0]
+
+
+def _name(part: Any) -> bytes:  # noqa: ANN401
+    """The line before a part of "events"."""
+    return b"event: %b\n" % part["type"].encode() if isinstance(part, dict) else b""

@@ -27,7 +27,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self, TypedDict
 
-from djl_python_neuronx.errors import RequestError, ServingError, UnsupportedParameterError
+from djl_python_neuronx.errors import (
+    RequestError,
+    ServingError,
+    UnsupportedParameterError,
+    json_type,
+)
 from djl_python_neuronx.protocol.answers import (
     Answer,
     ArgumentsEvent,
@@ -290,33 +295,41 @@ def _message(item: InputItem) -> dict[str, Any]:
 def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """The messages of a chat. Reasoning, text and calls of the assistant that follow each other are one.
 
-    So are instructions and messages of the system behind them: many templates take one of these, at the beginning.
+    So are messages of the user, and instructions with messages of the system behind them: many templates take turns
+    that alternate, and one message of the system, at the beginning.
     """
-    messages: list[dict[str, Any]] = []
+    first = {"role": "system", "content": instructions}
+    messages: list[dict[str, Any]] = [] if instructions is None else [first]
     for message in map(_message, items):
-        last: dict[str, Any] = messages[-1] if messages else {"role": "user"}
+        last: dict[str, Any] = messages[-1] if messages else {"role": None}
+        leads = last is first and message["role"] in {"system", "developer"}
         if last["role"] == message["role"] == "assistant" and "tool_calls" in message:
             last.setdefault("tool_calls", []).extend(message["tool_calls"])
         elif last.keys() == {"role", "reasoning_content"} and message.keys() == {"role", "content"}:
             last |= message
+        elif leads or last["role"] == message["role"] == "user":
+            if isinstance(last["content"], str):
+                last["content"] = [{"type": "text", "text": last["content"]}]
+            text = f"\n\n{_text(message['content'])}"
+            last["content"].append({"type": "text", "text": text})
         else:
             messages.append(message)
-    if instructions is None:
-        return messages
-    lead = [*itertools.takewhile(lambda one: one["role"] in {"system", "developer"}, messages)]
-    texts = [instructions, *[_text(one["content"]) for one in lead]]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(lead) :]]
+    return messages
 
 
 def _chat_choice(choice: object) -> object:
     """A choice among tools, in a chat."""
     match choice:
+        case "none" | "auto" | "required":
+            return choice
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "tools": list(tools), **more}:
             allowed = {"mode": more.get("mode", "auto"), "tools": [*map(_chat_choice, tools)]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
-    return choice
+    expected = 'none, auto, required, {"type": "function", "name"} or {"type": "allowed_tools", "mode", "tools"}'
+    msg = f"tool_choice is {json_type(choice)}; expected {expected}, with tools of type function"
+    raise RequestError(msg, "tool_choice")
 
 
 def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:

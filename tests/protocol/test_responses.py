@@ -73,6 +73,10 @@ def chat_call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": function}
 
 
+def texts(*parts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part} for part in parts]
+
+
 SYSTEM = {"role": "system", "content": "s"}
 HM = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
@@ -93,9 +97,18 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
             ],
             "instructions": "i",
         },
-        [{**SYSTEM, "content": "i\n\ns\n\nd"}, USER, {"role": "developer", "content": "e"}],
+        [
+            {**SYSTEM, "content": texts("i", "\n\ns", "\n\nd")},
+            USER,
+            {"role": "developer", "content": "e"},
+        ],
     ),
     ({"input": [SYSTEM, USER]}, [SYSTEM, USER]),
+    # Messages of the user that follow each other are one.
+    (
+        {"input": [USER, {**USER, "content": [{"type": "input_text", "text": "a"}]}, SYSTEM, USER]},
+        [{"role": "user", "content": texts("<5><6>", "\n\na")}, SYSTEM, USER],
+    ),
     # Reasoning, text and calls that follow each other are one message of the assistant.
     (
         {
@@ -312,6 +325,12 @@ ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
         "expected none, auto",
     ),
     ({"tool_choice": "required"}, "tool_choice", "tools has none"),
+    ({"tools": [FIND], "tool_choice": "always"}, "tool_choice", '{"type": "function", "name"}'),
+    (
+        {"tools": [FIND], "tool_choice": {"type": "allowed_tools", "tools": [SEARCH]}},
+        "tool_choice",
+        "with tools of type function",
+    ),
 ]
 
 
@@ -440,6 +459,16 @@ def test_a_failed_stream_ends_with_its_response() -> None:
     assert response["error"] == {"code": "server_error", "message": "the device failed"}
     assert items(response) == [("message", "a")]
     assert response["output"][0]["status"] == "incomplete"
+
+
+def test_a_choice_limits_the_calls() -> None:
+    look = {"type": "function", "name": "look"}
+    for choice in (look, {"type": "allowed_tools", "tools": [look]}):
+        body = {"input": "<5>", "tools": [FIND, LOOK], "tool_choice": choice}
+        for text, kind in ((CALL, "message"), (LOOKS, "function_call")):
+            found = json.loads(answered(body, text, path=PATH))
+            assert [item["type"] for item in found["output"]] == [kind]
+            assert found["tool_choice"] == choice
 
 
 def test_a_call_names_the_namespace_of_its_tool() -> None:

@@ -310,6 +310,7 @@ def test_a_session_of_codex(server: Running, tokenizer: ChatTokenizer) -> None:
     third = post(server, **codex_body(history))
     assert third["output"][0]["content"][0]["text"] == "There is one file."
     prompt = tokenizer.rendered[-1]
-    assert "You are a coding agent.\n\n<permissions instructions>" in prompt
+    turns = [part.partition("]")[0] for part in prompt.split("[")]
+    assert [one for one in turns if one in ("system", "developer", "user")] == ["system", "user"]
     assert '{"name": "mcp__docs__fetch", "arguments": {"page": "a"}}' in prompt
     assert "web_search" not in prompt
