@@ -56,6 +56,8 @@ _LISTS_PARTS = re.compile(
     r"""for\s+\w+\s+in\s+(?:\w+[.\[]['"]?)?content['"]?\]?\s*(?:-?%|\||if\b)"""
 )
 """A template that takes the parts of a content one by one."""
+_ADDS_ARGUMENTS = re.compile(r"""arguments(?:['"]\])?\s*\+""")
+"""A template that adds the arguments of a call to text, as DeepSeek's."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CONCATENATING = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _SAMPLE_SIZE = 1000
@@ -172,17 +174,31 @@ def _no_panic() -> Iterator[None]:
 
 
 def _for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Messages with the roles that a template knows, and with the contents' parts as lines if it takes no lists."""
+    """Messages with the roles that a template knows, and with the contents' parts as lines if it takes no lists.
+
+    Arguments of calls are JSON if it adds them to text. Results have the names of their calls, which Hermes' needs.
+    """
     renamed = {} if "developer" in template else {"developer": "system"}
-    takes_parts = _LISTS_PARTS.search(template)
-    found = []
+    takes_parts, adds_arguments = _LISTS_PARTS.search(template), _ADDS_ARGUMENTS.search(template)
+    names, found = dict[Any, str](), []
     for message in messages:
-        content = message["content"]
-        if isinstance(content, list) and not takes_parts:
-            content = "\n".join(part["text"] for part in content)
-        role = renamed.get(message["role"], message["role"])
-        found.append({**message, "role": role, "content": content})
+        changed = {**message, "role": renamed.get(message["role"], message["role"])}
+        if isinstance(message["content"], list) and not takes_parts:
+            changed["content"] = "\n".join(part["text"] for part in message["content"])
+        calls = message.get("tool_calls", ())
+        names.update((call.get("id"), call["function"]["name"]) for call in calls)
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            changed.setdefault("name", names[message.get("tool_call_id")])
+        if calls and adds_arguments:
+            changed["tool_calls"] = [
+                {**one, "function": _as_text(one["function"])} for one in calls
+            ]
+        found.append(changed)
     return found
+
+
+def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 class TokenTable:

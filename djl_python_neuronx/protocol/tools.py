@@ -86,7 +86,7 @@ def _format(
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _TAG, _PIPED, _CALLS = "<tool_call>", "<|tool_call|>", "[TOOL_CALLS]"
 _NAMED = f"{_CALLS}NAME[ARGS]ARGUMENTS"
-_QUOTED = r"<tool_call>(?:\\n|[\s'\"+~-])*"
+_QUOTED = r"<tool_call>(?:\\n|[\s'\"+~{}-])*"
 _HERMES = _QUOTED + r"\{\\*[\"'](?:name|arguments)"
 _LLAMA = r"\{\\*\"name\\*\": function name|<\|python_tag\|>"
 _PARAMETERS = _OBJECT.replace("arguments", "parameters")

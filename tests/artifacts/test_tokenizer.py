@@ -122,6 +122,29 @@ def test_a_developer_is_the_system_to_a_template_that_lacks_the_role(tmp_path):
         assert tokenizer.decode(tokenizer.encode_chat(messages)).lstrip() == text
 
 
+def test_a_template_gets_tools_calls_and_results_as_it_takes_them(tmp_path):
+    folder = folders.write(tmp_path, MADE["byte_level"])
+    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    call = {"id": "1", "function": {"name": "find", "arguments": {"q": "é"}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "tool", "content": "y", "tool_call_id": "2"},
+    ]
+    results = "{% for message in messages[1:] %}{{ message.name | default('-') }}{% endfor %}"
+    for added, text in (
+        ("{{ messages[0].tool_calls[0].function.arguments | tojson }}", '{"q": "é"}'),
+        ("{{ 'a' + messages[0].tool_calls[0].function.arguments + 'b' }}", 'a{"q": "é"}b'),
+        ("{{ 'a' + messages[0]['tool_calls'][0]['function']['arguments']+ 'b' }}", 'a{"q": "é"}b'),
+    ):
+        tokenizer = load_tokenizer(folder, chat_template="{{ tools | tojson }}" + added + results)
+        assert tokenizer.template.startswith("{{ tools")
+        for tools, shown in (([tool], json.dumps([tool])), ((), "null")):
+            found = tokenizer.render(messages, Rendering(tools=tools))
+            assert found == f"{shown}{text}find-"
+    assert call["function"]["arguments"] == {"q": "é"}
+
+
 @pytest.mark.parametrize(
     ("loop", "takes_parts"),
     [

@@ -19,6 +19,8 @@ TEMPLATES = {
     # As in Qwen 2.5 and 3: a text within quotes of Jinja.
     r'{{- "with its name, inside tags:\n<tool_call>\n{\"name\": <name>, \"arguments\": <json>}" }}': "hermes",
     """{{ "<tool_call>" + '{"arguments": ' + call.arguments + '}' }}""": "hermes",
+    # As in Hermes 3: the marks are texts of their own.
+    """{{- "<tool_call>\n" }}\n    {{- '{"name": <name>, "arguments": <dict>}\n' }}""": "hermes",
     # As in Qwen 3 Coder and GLM 4.5, whose calls are no JSON.
     r"{{- '<tool_call>\n<function=' + call.name + '>\n' }}": None,
     r"{{- '<tool_call>' + call.name + '\n<arg_key>' }}": None,
