@@ -386,7 +386,7 @@ def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
     """
     special, rules = reasoning["special"], list[str]()
     for name, texts, text in (
-        ("begun", reasoning["begins"], r"\s*"),
+        ("begun", reasoning["begins"], r"\s{0,64}"),  # `MOST_SPACE` of the reader
         ("ended", reasoning["ends"], "(?s:.*)"),
     ):
         ids = [str(special[one]) for one in texts if one in special]

@@ -313,6 +313,8 @@ def test_a_grammar_begins_behind_the_reasoning_that_a_text_may_begin_with() -> N
                 f"{begin}{thought}</think><tool_call>": False,
                 "Hello <think>": not known,  # no special token but marks
                 "Hello <tool_call>": inside,
+                f"{' ' * 64}<think><tool_call>": not (inside and known),
+                f"{' ' * 65}<think><tool_call>": inside and not known,
             }
             wrong += [
                 ("auto", inside, bool(known), text)
