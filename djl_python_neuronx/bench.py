@@ -84,8 +84,8 @@ class BenchedServer:
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            msg = f"{redacted(self.url)}{path}: {str(error).partition(chr(10))[0]}; {words}"
-            raise ConfigError(msg) from error
+            msg = f"{self.url}{path}: {str(error).partition(chr(10))[0]}; {words}"
+            raise ConfigError(redacted(msg)) from error
 
     def facts(self, name: str) -> Mapping[str, Any]:
         """Return what `/info` has of a model; of the only one for an empty name."""
@@ -94,8 +94,7 @@ class BenchedServer:
         name = name or (next(iter(models)) if len(models) == 1 else "")
         facts: Mapping[str, Any] = models.get(name, {"problem": "there is no such model"})
         if "problem" in facts:
-            listed = ", ".join(map(repr, models))
-            msg = f"--model is {name!r}: {facts['problem']}; {redacted(self.url)} has {listed}"
+            msg = f"--model is {name!r}: {facts['problem']}; the server has {', '.join(map(repr, models))}"
             raise ConfigError(msg)
         return facts
 
@@ -186,20 +185,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("url", nargs="?", default=DEFAULT_URL, help="server (default %(default)s)")
     for flag, kind, metavar, text in (
         ("--model", str, "NAME", "one of several models, by its name in /info"),
-        (
-            "--prompt-tokens",
-            whole,
-            "N",
-            f"length of prompts, exactly (default {LENGTH} if they fit)",
-        ),
+        ("--prompt-tokens", whole, "N", f"exact length of prompts (default {LENGTH} if they fit)"),
         ("--output-tokens", whole, "N", f"length of answers (default {LENGTH} if they fit)"),
-        (
-            "--requests",
-            whole,
-            "N",
-            f"end after so many (default {NUM_REQUESTS}, or any in --duration)",
-        ),
-        ("--duration", number, "S", "send requests for so many seconds"),
+        ("--requests", whole, "N", f"end after so many (default {NUM_REQUESTS}; see --duration)"),
+        ("--duration", number, "S", "send for so many seconds any number of requests"),
         ("--api-key", str, "KEY", f"default: the first key of the variable {API_KEYS}"),
         ("--json", Path, "FILE", "write guidellm's report, with each request"),
         ("--plot", Path, "FILE", "write its charts, as a page of HTML"),
@@ -207,19 +196,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command.add_argument(flag, type=kind, metavar=metavar, help=text)
     load = command.add_mutually_exclusive_group()
     for flag, kind, metavar, text in (
-        (
-            "--concurrency",
-            whole,
-            "N",
-            "requests at a time (default: as many as the model has slots)",
-        ),
+        ("--concurrency", whole, "N", "requests at a time (default: the model's slots)"),
         ("--rate", number, "R", "arrivals a second, a Poisson process"),
-        (
-            "--replay",
-            Path,
-            "FILE",
-            "arrivals and lengths of a server's log, or of a Mooncake trace",
-        ),
+        ("--replay", Path, "FILE", "arrivals and lengths of a server's log or Mooncake trace"),
     ):
         load.add_argument(flag, type=kind, metavar=metavar, help=text)
     text = "count requests within limits in ms: ttft:500 itl:50 e2e:5000"
@@ -271,12 +250,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace, server: BenchedServer) -> dict[str, Any]:
-    """Return what guidellm is to run, after one request that is not measured."""
+    """Return what guidellm is to run, after two requests that are not measured."""
     facts = server.facts(arguments.model)
     model, duration_s, most = facts["model"], arguments.duration, arguments.requests
-    prompt_tokens = arguments.prompt_tokens or min(LENGTH, facts["longest_prompt"])
-    room = max(1, facts["max_model_len"] - prompt_tokens)
-    request = Planned(0.0, prompt_tokens, arguments.output_tokens or min(LENGTH, room))
+    fitting = min(LENGTH, facts["longest_prompt"], facts["max_model_len"] // 2)
+    lengths = arguments.prompt_tokens or fitting, arguments.output_tokens or fitting
+    request = Planned(0.0, *lengths)
     check([request], facts)
     source: Iterable[Planned] = repeat(request)
     if arguments.replay:
@@ -287,14 +266,14 @@ def plan(arguments: argparse.Namespace, server: BenchedServer) -> dict[str, Any]
     outputs = {"json": arguments.json, "html": arguments.plot}
     for path in filter(None, outputs.values()):
         path.touch()  # rather than fail when all is measured
-    alone_s = server.seconds_alone(model, request)
+    alone_s = min(server.seconds_alone(model, request) for _ in range(2))  # the first may warm up
     streams = arguments.concurrency or facts["num_slots"]
     profile, constraints = {"kind": "replay", "schedule_turn": "timestamp"}, []
     if not (arguments.rate or arguments.replay):
         profile = {"kind": "concurrent", "streams": streams}
         if duration_s < math.inf:
             constraints = [{"kind": "max_duration", "seconds": duration_s}]
-            # None is faster than the one that was alone, unless its first call was slow.
+            # More than there is time for: few requests are faster than one that is alone.
             most = most or streams + math.ceil(2 * streams * duration_s / alone_s)
     if duration_s == math.inf and not arguments.replay:
         most = most or NUM_REQUESTS

@@ -112,6 +112,7 @@ def test_what_does_not_suit_is_status_1(
                 ([locked.url], "401", "--api-key", "DJL_NEURONX_API_KEY"),
                 ([locked.url, "--api-key", "wrong"], "401", "--api-key"),
                 ([server.url + "/nowhere"], "/nowhere/info", "404"),
+                ([server.url.replace("//", "//me:right@") + "/nowhere"], "/nowhere/info", "404"),
                 ([server.url, "--model", "other"], "'other'", "'toy'"),
                 ([server.url, "--prompt-tokens", "65"], "65", "64", "--prompt-tokens"),
                 ([server.url, *given[:2], "--output-tokens", "121"], "121", "128", "lower"),
