@@ -323,10 +323,13 @@ def table(measured: GenerativeBenchmark) -> str:
     """Return the results as text."""
     metrics, failed = measured.metrics, measured.requests.errored
     totals, span_s = metrics.request_totals, max(0.0, measured.duration)
-    done = (
-        f"{totals.successful} requests done, {totals.errored} failed, {totals.incomplete} cut off"
-    )
-    lines = [f"{done} in {span_s:.1f} s", *(f"first error: {one.info.error}" for one in failed[:1])]
+    # guidellm (0.8.1) may end between the last answer and its own count of it.
+    unreported = measured.scheduler_state.processing_requests
+    lines = [
+        f"{totals.successful} requests done, {totals.errored} failed, {totals.incomplete} cut off, "
+        f"{unreported} unreported in {span_s:.1f} s",
+        *(f"first error: {one.info.error}" for one in failed[:1]),
+    ]
     if totals.successful:
         head = "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))
         lines.append(f"{'':25}{head}")
@@ -338,10 +341,9 @@ def table(measured: GenerativeBenchmark) -> str:
             points = metric.percentiles
             values = (metric.mean, points.p50, points.p90, points.p95, points.p99, metric.max)
             lines.append(f"{title:25}" + "".join(f"{value:10.4g}" for value in values))
-        rates = metrics.requests_per_second, metrics.output_tokens_per_second
-        lines.append(
-            "{:.4g} requests/s, {:.4g} tokens/s".format(*(one.successful.mean for one in rates))
-        )
+        requests = metrics.requests_per_second.successful.mean
+        tokens = metrics.output_tokens_per_second.successful.mean
+        lines.append(f"{requests:.4g} requests/s, {tokens:.4g} tokens/s")
     if metrics.request_goodput is not None:
         within = metrics.request_goodput.successful.mean
         lines.append(f"goodput {within:.4g} requests/s ({metrics.slo_attainment or 0:.1%})")

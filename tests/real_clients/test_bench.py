@@ -49,6 +49,14 @@ def start(url: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def unreported(out: str, count: int) -> int:
+    """Return how many of `count` requests are not in the report: on a busy machine guidellm may miss the last one."""
+    found = re.match(r"(\d+) requests done, 0 failed, 0 cut off, ([01]) unreported in ", out)
+    assert found, out
+    assert int(found[1]) + int(found[2]) == count
+    return int(found[2])
+
+
 def run(url: str, folder: Path, *arguments: str) -> str:
     process = start(url, folder, *arguments, "--json", "report.json", "--plot", "page.html")
     out, err = process.communicate(timeout=2 * PATIENCE_S)
@@ -63,8 +71,8 @@ def test_a_closed_loop(url: str, tmp_path: Path) -> None:
     out = run(url, tmp_path, "--requests", "9", "--concurrency", "2", *limits)
     (measured,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     sent = measured["requests"]["successful"]
-    assert [(one["prompt_tokens"], one["output_tokens"]) for one in sent] == [(PROMPT, OUTPUT)] * 9
-    assert out.startswith("9 requests done, 0 failed, 0 cut off")
+    lengths = [(one["prompt_tokens"], one["output_tokens"]) for one in sent]
+    assert lengths == [(PROMPT, OUTPUT)] * (9 - unreported(out, 9))
     for title, name in (
         ("time to first token, ms", "time_to_first_token_ms"),
         ("between tokens, ms", "inter_token_latency_ms"),
@@ -88,15 +96,15 @@ def test_requests_of_a_trace_are_sent_when_it_says(url: str, tmp_path: Path) -> 
         for ms, (given, new) in zip(times_ms, lengths, strict=True)
     ]
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, rows)))
-    run(url, tmp_path, "--replay", "trace")
+    num_sent = 4 - unreported(run(url, tmp_path, "--replay", "trace"), 4)
     (measured,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     sent = sorted(
         (one["info"]["timings"]["targeted_start"], one["prompt_tokens"], one["output_tokens"])
         for one in measured["requests"]["successful"]
     )
-    assert [one[1:] for one in sent] == lengths
+    assert [one[1:] for one in sent] == lengths[:num_sent]
     offsets = [1e3 * (one[0] - sent[0][0]) for one in sent]
-    assert offsets == pytest.approx(times_ms, abs=0.1)
+    assert offsets == pytest.approx(times_ms[:num_sent], abs=0.1)
 
 
 def num_requests(url: str) -> float:
