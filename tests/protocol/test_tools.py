@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.protocol.tools import REASONING_FORMATS, TOOL_FORMATS, found_format
 from djl_python_neuronx.types import FinishReason
@@ -307,6 +308,20 @@ def test_a_choice_limits_the_calls() -> None:
     assert called(parallel_tool_calls=False) == ["get_weather"]
     assert called(tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == ["find"]
     assert called(tool_choice="none") == []
+
+
+def test_routes_of_other_protocols() -> None:
+    """A chat on a route of LMI's clients is lines of JSON; `/tokenize` counts tools too."""
+    written = answered(body(stream=True), CALL, path="/invocations")
+    *_, end = [json.loads(line)["choices"][0] for line in written.splitlines()]
+    assert end["finish_reason"] == "tool_calls"
+    tokenizer, counts = ChatTokenizer(), []
+    for tools in ([WEATHER, FIND], []):
+        payload = {"messages": body()["messages"], "tools": tools}
+        parsed = parse(payload, tokenizer=tokenizer, path="/tokenize")
+        counts.append(json.loads(parsed.formatter.feed(Delta("r", "", ())))["count"])
+        assert counts[-1] == len(tokenizer.encode(tokenizer.rendered[-1]))
+    assert counts[0] > counts[1]
 
 
 def test_options_name_all_formats() -> None:
