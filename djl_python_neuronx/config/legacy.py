@@ -56,6 +56,7 @@ IGNORED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("gpu_memory_utilization", "enforce_eager", "device_map"), _GPU),
     **dict.fromkeys(("swap_space", "disable_custom_all_reduce"), _GPU),
     "device": "model_loader chooses the device",
+    "enable_reasoning": "reasoning is split where the chat template marks it: reasoning_parser",
     **dict.fromkeys(("block_size", "max_num_batched_tokens", "use_v2_block_manager"), _VLLM),
     **dict.fromkeys(("num_gpu_blocks_override", "distributed_executor_backend"), _VLLM),
     **dict.fromkeys(("max_parallel_loading_workers", "tokenizer_pool_size"), _VLLM),
