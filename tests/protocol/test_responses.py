@@ -17,6 +17,7 @@ from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_responses import ResponsesParameters
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import RENDERING, FinishReason, Rendering
+from tests.doubles.chat_model import ChatTokenizer
 from tests.doubles.toy_backend import TOY_SPEC
 from tests.doubles.toy_tokenizer import ToyTokenizer
 from tests.protocol.parsing import SAMPLED, SAMPLING, answered, parse
@@ -219,7 +220,8 @@ def test_tools_and_variables_reach_the_template() -> None:
         {"type": "function", "function": {key: LOOK[key] for key in ("name", "description")}},
     ]
     assert found.variables == {"reasoning_effort": "low", "verbosity": "high", "date": "today"}
-    assert not rendered(tools=[FIND, SEARCH], tool_choice="none").rendering.tools
+    for tools in ([FIND, SEARCH], [SEARCH]):
+        assert not rendered(tools=tools, tool_choice="none").rendering.tools
     space = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [LOOK]}
     history = [USER, {**call("look", 1), "namespace": "mcp__files"}, output(1, "r")]
     found = rendered(tools=[FIND, space, SEARCH], input=history)
@@ -247,6 +249,8 @@ def test_every_parameter_arrives() -> None:
     assert (request.max_new_tokens, request.max_seconds) == (3, 2.5)
     assert (request.stop_strings, request.stop_token_ids) == (("a",), {4})
     assert (request.logprobs, request.top_logprobs, request.ignore_eos) == (True, 4, True)
+    scored = parse({"input": "<5>", "top_logprobs": 4}, path=PATH).request
+    assert (scored.logprobs, scored.top_logprobs) == (True, 4)
     plain = parse({"input": "<5>"}, path=PATH).request
     assert plain.sampling == SamplingParams(temperature=1.0)
     assert (plain.max_new_tokens, plain.logprobs, plain.grammar) == (None, False, None)
@@ -372,6 +376,7 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
     "Hello é": [("message", "Hello é")],
     "": [("message", "")],
     "<think>\nHm\n</think>\n\nHello": [("reasoning", "Hm"), ("message", "Hello")],
+    "<think>Hm</think>é": [("reasoning", "Hm"), ("message", "é")],
     CALL: [("find", '{"q": "é"}')],
     f"<think>Hm</think>See.\n{CALL}\n{LOOKS}": [
         ("reasoning", "Hm"),
@@ -412,7 +417,9 @@ def test_answers_have_items(text: str, num_top: int | None) -> None:
         assert len({one["call_id"] for one in calls}) == len(calls)
         for item in response["output"]:
             if item["type"] == "message" and num_top is not None:
-                found = b"".join(bytes(one["bytes"]) for one in item["content"][0]["logprobs"])
+                scores = item["content"][0]["logprobs"]
+                assert len(scores) == len(text.encode()) + 1 or "<" in text
+                found = b"".join(bytes(one["bytes"]) for one in scores)
                 assert item["content"][0]["text"].encode() in found
                 assert b"Hm" not in found
                 assert b"q" not in found
@@ -459,6 +466,11 @@ def test_a_failed_stream_ends_with_its_response() -> None:
     assert response["error"] == {"code": "server_error", "message": "the device failed"}
     assert items(response) == [("message", "a")]
     assert response["output"][0]["status"] == "incomplete"
+    parsed = parse({"input": "<5>", "stream": True}, path=PATH)
+    written = parsed.formatter.feed(Delta("r", "", (), FinishReason.ERROR, RequestError("no")))
+    response = SCHEMAS["response_events"](written).record
+    assert (response["status"], response["output"]) == ("failed", [])
+    assert response["error"] == {"code": "invalid_prompt", "message": "no"}
 
 
 def test_a_choice_limits_the_calls() -> None:
@@ -469,6 +481,13 @@ def test_a_choice_limits_the_calls() -> None:
             found = json.loads(answered(body, text, path=PATH))
             assert [item["type"] for item in found["output"]] == [kind]
             assert found["tool_choice"] == choice
+    allowed = {"type": "allowed_tools", "tools": [look]}
+    grammars = []
+    for choice in (allowed, {**allowed, "mode": "auto"}, {**allowed, "mode": "required"}):
+        body = {"input": "<5>", "tools": [FIND, LOOK], "tool_choice": choice}
+        request = parse(body, path=PATH, tokenizer=ChatTokenizer()).request
+        grammars.append(request.grammar)
+    assert grammars[0] == grammars[1] != grammars[2]
 
 
 def test_a_call_names_the_namespace_of_its_tool() -> None:
@@ -485,6 +504,16 @@ def test_a_call_names_the_namespace_of_its_tool() -> None:
         assert (item["namespace"], item["name"]) == ("mcp__files", "look")
         assert [tool["type"] for tool in found["tools"]] == ["function", "namespace"]
         assert [tool["name"] for tool in found["tools"][1]["tools"]] == ["look"]
+
+
+def test_tokens_of_the_cache_are_counted() -> None:
+    for stream in (False, True):
+        parsed = parse({"input": "<5><6>", "stream": stream}, path=PATH)
+        delta = Delta("r", "a", (), FinishReason.EOS, num_generated_tokens=1, num_cached_tokens=2)
+        written = parsed.formatter.feed(delta)
+        usage = SCHEMAS["response_events" if stream else "response"](written).record["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] == 2
+        assert usage["input_tokens"] == 3
 
 
 def test_an_answer_is_an_item_of_the_next_turn() -> None:
@@ -518,6 +547,7 @@ def test_a_body_is_told_from_those_of_other_protocols() -> None:
         {"input": "<5>"},  # a slip of `inputs`
         {"input": ["<5>", "<6>"], "model": "toy"},  # texts to embed
         {"input": "<5>", "stream": True},
+        {"max_output_tokens": 5},
     ):
         with pytest.raises(RequestError, match="matches no known protocol"):
             parse(body, path="/invocations")
