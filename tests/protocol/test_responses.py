@@ -220,6 +220,8 @@ def test_tools_and_variables_reach_the_template() -> None:
         {"type": "function", "function": {key: LOOK[key] for key in ("name", "description")}},
     ]
     assert found.variables == {"reasoning_effort": "low", "verbosity": "high", "date": "today"}
+    asked = {"text": {"verbosity": "high"}, "chat_template_kwargs": {"verbosity": "own"}}
+    assert rendered(**asked).rendering.variables == {"verbosity": "own"}
     for tools in ([FIND, SEARCH], [SEARCH]):
         assert not rendered(tools=tools, tool_choice="none").rendering.tools
     space = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [LOOK]}
@@ -423,6 +425,14 @@ def test_answers_have_items(text: str, num_top: int | None) -> None:
                 assert item["content"][0]["text"].encode() in found
                 assert b"Hm" not in found
                 assert b"q" not in found
+
+
+def test_a_stop_string_completes_an_answer() -> None:
+    body = {"input": "<5>", "stop": "lo"}
+    for stream in (False, True):
+        schema = SCHEMAS["response_events" if stream else "response"]
+        found = schema(answered({**body, "stream": stream}, "Hello.", path=PATH)).record
+        assert (items(found), found["status"]) == ([("message", "Hel")], "completed")
 
 
 def test_a_cut_answer_is_incomplete() -> None:

@@ -1206,6 +1206,8 @@ def check_response_events(events: list[Any], num_top: int | None = None) -> Answ
             grown += event["delta"]
         elif kind.endswith(("_text.done", "_arguments.done")):
             assert event.get("text", event.get("arguments")) == grown
+        elif kind == "response.content_part.added":
+            assert (event["part"]["text"], event["part"].get("logprobs", [])) == ("", [])
         elif kind == "response.content_part.done":
             assert event["part"]["text"] == grown
         elif kind == "response.output_item.done":
