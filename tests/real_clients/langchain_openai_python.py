@@ -17,11 +17,14 @@ first = chat.invoke(messages)
 messages += [first, HumanMessage(SECOND)]
 second = chat.invoke(messages)
 parts = chat.stream(messages)
+responses = ChatOpenAI(use_responses_api=True, **settings)
 llm = OpenAI(**settings)
 show(
     first=first.text,
     second=second.text,
     second_stream="".join(part.text for part in parts),
+    second_responses=responses.invoke(messages).text,
+    second_responses_stream="".join(part.text for part in responses.stream(messages)),
     prompt=llm.invoke(PROMPT),
     prompt_stream="".join(llm.stream(PROMPT)),
 )
