@@ -35,6 +35,9 @@ MAX_VALUES = 2**18
 """Most values of a body: twice the longest list of token ids. orjson holds the GIL while it makes them: 3 to 10 ms for
 as many numbers, 12 to 18 ms for strings (least of 15 on a shared machine of 2 vCPU, 2026-11-22). Without the limits
 6 MiB of empty objects take 100 ms."""
+MAX_DEPTH = 250
+"""Most objects and lists within each other in a body. orjson writes 254, and the answers and grammars that have parts
+of a body put up to 4 around them."""
 _OPENING, _COMMA, _QUOTE = b"{[:", b",", b'"'
 _TEXT = bytes(set(range(256)) - {*_OPENING, *_COMMA, *_QUOTE})
 
@@ -150,6 +153,7 @@ def decode(body: bytes, headers: Mapping[str, str], path: str = "") -> dict[str,
     if not isinstance(payload, dict):
         msg = f"the body is {json_type(payload)}; expected an object"
         raise RequestError(msg)
+    _check_depth(payload, body)
     return payload
 
 
@@ -199,7 +203,7 @@ def _decode_text(body: bytes) -> str:
 
 
 def _check_structure(body: bytes) -> None:
-    """Refuse a body of very many parts before it is parsed. orjson itself limits the nesting to 1024.
+    """Refuse a body of very many parts before it is parsed. See `_check_depth` for their nesting.
 
     Raises:
         RequestError: the body has more than `MAX_NODES` objects, lists and keys or more than `MAX_VALUES` values.
@@ -220,3 +224,20 @@ def _check_structure(body: bytes) -> None:
             f"expected at most {MAX_NODES} and {MAX_VALUES}"
         )
         raise RequestError(msg)
+
+
+def _check_depth(payload: Mapping[str, Any], body: bytes) -> None:
+    """Refuse what an answer could not show.
+
+    Raises:
+        RequestError: the body is nested deeper than `MAX_DEPTH`.
+    """
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return
+    try:
+        orjson.dumps([[[[payload]]]])
+    except orjson.JSONEncodeError:
+        msg = f"the body has more than {MAX_DEPTH} objects and lists within each other; expected at most {MAX_DEPTH}"
+    else:
+        return
+    raise RequestError(msg)

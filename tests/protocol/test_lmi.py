@@ -754,6 +754,11 @@ def test_the_largest_bodies_that_are_planned_are_within_the_bounds() -> None:
 def test_deep_bodies_are_refused() -> None:
     with pytest.raises(RequestError, match="not valid JSON"):
         parse(b'{"inputs": ' + b"[" * 2000 + b"]" * 2000 + b"}")
+    for opens, closes in ((b"[", b"]"), (b'{"a":', b"}")):
+        with pytest.raises(RequestError, match="expected at most 250"):
+            parse(b'{"inputs": ' + opens * 250 + b"1" + closes * 250 + b"}")
+        with pytest.raises(RequestError, match="inputs"):  # which is no text
+            parse(b'{"inputs": ' + opens * 249 + b"1" + closes * 249 + b"}")
 
 
 def test_a_body_above_the_limit_is_refused() -> None:

@@ -427,6 +427,27 @@ def test_answers_have_items(text: str, num_top: int | None) -> None:
                 assert b"q" not in found
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_deepest_body_is_answered(stream: bool) -> None:
+    """An answer has parts of the body, in a stream within further objects."""
+
+    def deep(levels: int) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for _ in range(levels - 1):
+            value = {"default": value}
+        return value
+
+    tool = {**FIND, "parameters": deep(247)}
+    for more in (
+        {"metadata": deep(249)},
+        {"tools": [tool]},
+        {"tools": [tool], "tool_choice": "none"},
+    ):
+        assert answered({"input": "<5>", "stream": stream, **more}, "a", path=PATH)
+    with pytest.raises(RequestError, match="expected at most 250"):
+        parse({"input": "<5>", "metadata": deep(250)}, path=PATH)
+
+
 def test_a_stop_string_completes_an_answer() -> None:
     body = {"input": "<5>", "stop": "lo"}
     for stream in (False, True):
