@@ -379,7 +379,7 @@ class MessagesShape(Shape):
             content.append({"type": "thinking", **thought})
         if answer.text:
             content.append({"type": "text", "text": answer.text})
-        content += [_call(one, orjson.loads(one.arguments)) for one in answer.calls]
+        content += [_call(one, orjson.Fragment(one.arguments)) for one in answer.calls]
         return {**self._message(answer), "content": content, **_end(answer)}
 
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:

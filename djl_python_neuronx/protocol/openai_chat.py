@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -81,10 +82,14 @@ def content_parts(content: object) -> object:
 
 def json_object(text: object) -> object:
     """The object that a text of JSON has, or the object itself."""
-    try:
-        found = orjson.loads(text or "{}") if isinstance(text, str) else text
-    except orjson.JSONDecodeError:
-        found = None
+    found = text
+    if isinstance(text, str):
+        try:
+            # orjson is stricter, and makes floats of integers above 64 bits.
+            orjson.dumps(orjson.loads(text or "{}"))
+            found = json.loads(text or "{}")
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+            found = None
     if not isinstance(found, dict):
         raise PydanticCustomError(EXPECTED, "an object, or a string with its JSON")
     return found

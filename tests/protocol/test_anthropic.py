@@ -229,6 +229,7 @@ def test_effort_is_a_variable_of_the_template() -> None:
 
 CALLS = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
 USE = {"type": "tool_use", "name": "read", "input": {"path": "a"}}
+EXACT = '{"n": 12345678901234567890123, "deep": ' + "[" * 300 + "]" * 300 + "}"
 THOUGHT = {"type": "thinking", "thinking": "hm"}
 SAYS = {"type": "text", "text": "Yes."}
 WRITTEN: tuple[tuple[str, dict[str, Any], list[dict[str, Any]], str], ...] = (
@@ -241,6 +242,7 @@ WRITTEN: tuple[tuple[str, dict[str, Any], list[dict[str, Any]], str], ...] = (
         [USE],
         "tool_use",
     ),
+    (CALLS.replace('{"path": "a"}', EXACT), {}, [{**USE, "input": json.loads(EXACT)}], "tool_use"),
     (f"{CALLS}", {"tools": []}, [{"type": "text", "text": CALLS}], "end_turn"),
     ("", {}, [], "end_turn"),
 )

@@ -215,7 +215,7 @@ def test_the_template_gets_tools_and_the_history_as_sent() -> None:
     call = {
         "id": "call_1",
         "type": "function",
-        "function": {"name": "find", "arguments": '{"a": 1}'},
+        "function": {"name": "find", "arguments": '{"a": 12345678901234567890123}'},
     }
     messages = [
         {"role": "user", "content": "Find"},
@@ -227,7 +227,7 @@ def test_the_template_gets_tools_and_the_history_as_sent() -> None:
     assert shown == [WEATHER, FIND]
     assert [*shown[1]] == [*FIND], "the keys keep their order"
     history, _ = json.JSONDecoder().raw_decode(tokenizer.rendered[-1][size:])
-    expected = {**call, "function": {"name": "find", "arguments": {"a": 1}}}
+    expected = {**call, "function": {"name": "find", "arguments": {"a": 12345678901234567890123}}}
     assert history[1] == {"role": "assistant", "content": "", "tool_calls": [expected]}
     assert history[2]["tool_call_id"] == "call_1"
     for more in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
