@@ -333,6 +333,7 @@ def test_what_is_no_call_comes_back_as_text() -> None:
         '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": ["get_weather"], "arguments": {}}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {"a": }, "name": "get_weather"}</tool_call>',
         "<tool_call>get_weather</tool_call>",
         "The tag <tool_call> begins a call.",
         "<tool_",
@@ -363,6 +364,7 @@ def test_what_models_write_is_read_leniently() -> None:
         ("hermes-0", f"Hi <tool_call>{inner}</tool_call>{inner}", [{"a": 1}]),
         ("hermes-0", '<tool_call>{"name": "get_weather"}</tool_call>', [{}]),
         ("hermes-0", '<tool_call>{"name": "get_weather", "arguments": null}</tool_call>', [{}]),
+        ("hermes-0", '<tool_call>{"name": "get_weather", "arguments": ""}</tool_call>', [{}]),
         (
             "hermes-0",
             '<tool_call>{"name": "get_weather", "arguments": "{\\"a\\": \\"}\\"}"}</tool_call>',
@@ -383,6 +385,32 @@ def test_arguments_come_as_they_grow() -> None:
     events = feed([head, *body, tail], FORMATS["hermes-0"])
     grown = [one.text for one in events if isinstance(one, ArgumentsEvent)]
     assert grown == [*body, 'is"}']
+
+
+def test_text_comes_with_its_token() -> None:
+    """Nothing waits for a further token but what may become a mark."""
+    whole = '<tool_call>{"name": "f.2", "arguments": {}}</tool_call>'
+    for text, shown in ((f"{whole}Yes", "Yes"), ("<tool_call>no", "<tool_call>no"), ("a<b", "a<b")):
+        reader = AnswerReader(ToolUse(FORMATS["hermes-0"], FUNCTIONS, "auto", True), None)
+        assert content(reader.feed(Delta("r", text, (Token(0, text, None, False),)))) == shown
+
+
+def test_arguments_keep_their_letters() -> None:
+    text = '<tool_call>{"arguments": {"a": "日本 é"}, "name": "f.2"}</tool_call>'
+    [call] = calls(feed([text], FORMATS["hermes-0"]))
+    assert call.arguments == '{"a": "日本 é"}'
+
+
+def test_further_calls_are_text_if_one_is_allowed() -> None:
+    first, second = '{"name": "f.2", "arguments": {}}', '{"name": "find-it", "arguments": {}}'
+    for label, text, rest in (
+        ("granite-1", f"<|tool_call|>[{first}, {second}]", f"{second}]"),
+        ("llama3_json-5", f"{first}; {second}", second),
+        ("hermes-0", f"<tool_call>{first}</tool_call><tool_call>{second}", f"<tool_call>{second}"),
+    ):
+        events = feed([text], FORMATS[label], parallel=False)
+        assert whole_calls(events) == [("f.2", {})]
+        assert content(events) == rest
 
 
 def test_reasoning_is_split_from_the_text() -> None:
