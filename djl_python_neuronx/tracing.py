@@ -33,6 +33,8 @@ _COMPLETIONS = {"lmi", "tgi", "plain", "bedrock", "openai_completion"}
 """Protocols that complete a text. All others answer a chat."""
 _PHASES = ("queue", "prefill", "decode")
 _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+MOST_SEQUENCES = 8
+"""Sequences of a request with spans of their phases: those of one are made in 0.08 ms, in which no text is made."""
 _LARGEST = 2**31 - 1
 """A client may send numbers that no attribute can hold, and its batch of spans would be lost."""
 
@@ -77,13 +79,14 @@ class Tracing:
         Raises:
             ConfigError: see `exporter_class`.
         """
-        exporter = exporter_class(environ)(endpoint=endpoint)
+        exporter_type = exporter_class(environ)
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         reports = logging.getLogger("opentelemetry")
         reports.handlers, reports.propagate = [_Seldom()], False
+        exporter = exporter_type(endpoint=endpoint)
         ours = Resource({"service.name": "djl-neuronx"})
         resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
         delay_ms = None if environ.get("OTEL_BSP_SCHEDULE_DELAY") else DELAY_MS
@@ -113,7 +116,7 @@ class Tracing:
             closing.join(FLUSH_S)
 
     def _make(self, ends: Sequence[_End]) -> None:
-        """Make the span of a request and, below it, the phases of each sequence, as far as it came."""
+        """Make the span of a request and, below it, the phases of its first sequences, as far as they came."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -135,7 +138,7 @@ class Tracing:
             which = {"djl_neuronx.sequence": i}
             times = [stream.submitted_s, *stream.slots_s[:1], stream.first_token_s or at_s, at_s]
             for name, begin_s, end_s in zip(_PHASES, times, times[1:], strict=False):
-                if end_s > begin_s:
+                if end_s > begin_s and i < MOST_SEQUENCES:
                     phase = start(name, below, attributes=which, start_time=ns(begin_s))
                     phase.end(ns(end_s))
             for resumed_s in stream.slots_s[1:]:
@@ -183,7 +186,16 @@ class _Seldom(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        now_s = time.monotonic()
-        if record.levelno >= logging.WARNING and now_s >= self.next_s:
+        now_s, by_client = time.monotonic(), record.name.startswith("opentelemetry.trace.")
+        if record.levelno >= logging.WARNING and now_s >= self.next_s and not by_client:
             self.next_s = now_s + WARNING_S
-            logger.warning("traces_not_exported reason=%r", record.getMessage())
+            logger.warning("traces_not_exported reason=%r", _reason(record))
+
+
+def _reason(record: logging.LogRecord) -> str:
+    """The message without what may quote a header for the collector: variables, and the texts of exceptions."""
+    if not record.name.startswith("opentelemetry.exporter."):
+        return str(record.msg)
+    given = record.args if isinstance(record.args, tuple) else ()
+    args = [type(one).__name__ if isinstance(one, Exception) else one for one in given]
+    return str(record.msg) % tuple(args)

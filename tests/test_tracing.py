@@ -236,18 +236,19 @@ def test_the_clients_decision_and_the_sdks_sampler_hold(
     assert root.resource["service.name"] == "chat-1"
 
 
-def test_sequences_of_one_request_have_phases_of_their_own(collector: Collector) -> None:
+def test_the_first_sequences_of_one_request_have_phases_of_their_own(collector: Collector) -> None:
     with serving(otlp_traces_endpoint=collector.url) as server:
-        completion = {"prompt": ["<5><6>", "<7>"], "n": 2, "max_tokens": 3, "ignore_eos": True}
+        completion = {"prompt": ["<5><6>", "<7>"], "n": 5, "max_tokens": 3, "ignore_eos": True}
         url = server.url + "/v1/completions"
         answer = http.post(url, json=completion, headers=SAMPLED).json()
-        wait_until(lambda: len(collector.spans) == 1 + 3 * 4)
+        wait_until(lambda: len(collector.spans) >= 1 + 3 * 8)
     root, below = collector.tree()
     # As the answer counts them: each prompt once.
     assert root.attributes["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"] == 5
-    assert root.attributes["gen_ai.usage.output_tokens"] == 12
-    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"] * 4
-    for i in range(4):
+    assert root.attributes["gen_ai.usage.output_tokens"] == 30
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"] * 10
+    assert len(below[root.name]) == 3 * 8
+    for i in range(8):
         phases = [one for one in below[root.name] if one.attributes["djl_neuronx.sequence"] == i]
         assert [one.name for one in phases] == ["queue", "prefill", "decode"]
         assert nested(root, phases)
@@ -395,6 +396,34 @@ def test_a_collector_that_is_down_costs_one_warning(
         finally:
             service.close()
     assert len(warnings()) == 1
+
+
+HEADERS = {
+    # A value of OTEL_EXPORTER_OTLP_HEADERS to the reason in the log.
+    "Bearer sk-SECRET": "Header format invalid",
+    "api key=sk-SECRET": "Header format invalid",
+    "authorization=Bearer%20sk-%0ASECRET": "reason: InvalidHeader",
+}
+
+
+@pytest.mark.parametrize("value", HEADERS)
+def test_no_header_for_the_collector_is_in_the_log(
+    collector: Collector,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", value)
+    service = toy_service(ToyBackend(TOY_SPEC), otlp_traces_endpoint=collector.url)
+    try:
+        # A client's header, which the SDK reports too, takes no other warning's place.
+        trace = {**SAMPLED, "tracestate": "SECRET=,=SECRET"}
+        run(service, GenerationRequest("a", [5], max_new_tokens=2, ignore_eos=True, trace=trace))
+        wait_until(lambda: "traces_not_exported" in caplog.text)
+    finally:
+        service.close()
+    assert HEADERS[value] in caplog.text
+    assert "SECRET" not in caplog.text
 
 
 def test_without_the_option_nothing_is_imported() -> None:

@@ -152,7 +152,7 @@ class TextStream:
             len(self._request.prompt_ids),
             self.num_generated,
             min(self.num_cached, len(self._request.prompt_ids)),
-            stop=self.stop_tokens.get(ids[-1], "") if reason is FinishReason.EOS else stop,
+            stop=self.stop_tokens.get(ids[-1], "") if ids and reason is FinishReason.EOS else stop,
         )
 
     def use(self, tokenizer: Tokenizer) -> None:

@@ -359,6 +359,12 @@ def test_an_end_without_a_token_releases_what_is_held(tokenizers):
     assert stream.feed(TokenOutput("r", (5,))) is None
 
 
+def test_eos_may_come_without_a_token(tokenizers):
+    stream = TextStream(GenerationRequest("r", [5]), tokenizers["llama"])
+    delta = stream.feed(TokenOutput("r", [], FinishReason.EOS))
+    assert (delta.finish_reason, delta.tokens, delta.stop) == (FinishReason.EOS, (), "")
+
+
 def test_an_error_passes_through(tokenizers):
     error = StepError("the step failed")
     stream = TextStream(request_for([5, 6]), tokenizers["byte_level"])
