@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PrivateAttr,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -169,12 +170,16 @@ def _expects(fits: Callable[[Any], Any], expected: str) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
+def _may_be_object(kind: object) -> bool:
+    return "object" in kind if isinstance(kind, list) else kind == "object"
+
+
 _OF_NAME = _expects(
     lambda name: isinstance(name, str) and re.fullmatch(NAME, name),
     "a name of 1 to 128 letters, digits and _ . : -",
 )
 _OF_OBJECT = _expects(
-    lambda schema: isinstance(schema, dict) and schema.get("type", "object") == "object",
+    lambda schema: isinstance(schema, dict) and _may_be_object(schema.get("type", "object")),
     "a JSON schema whose type is object",
 )
 _FUNCTION = _expects(
@@ -240,6 +245,11 @@ def _choice(value: object) -> object:
     raise PydanticCustomError(EXPECTED, expected)
 
 
+def _unless_none(tools: object, info: ValidationInfo) -> object:
+    """The tools; none with a choice of none, beside which they may be of any type."""
+    return [] if info.data.get("tool_choice") == ToolChoice("none") else tools
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """The tools that the answers of a request may call."""
@@ -265,15 +275,15 @@ class ToolUse:
 class ToolFields(RequestModel):
     """The fields about tools, and about the reasoning before calls."""
 
-    tools: list[Tool] = Field(
-        default=[], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"
-    )
     tool_choice: Annotated[
         Any,
         BeforeValidator(_choice),
         WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}),
     ] = None
     """Made a `ToolChoice`."""
+    tools: Annotated[list[Tool], BeforeValidator(_unless_none)] = Field(
+        default=[], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"
+    )
     parallel_tool_calls: Flag = True
 
     def tool_use(self, tokenizer: Tokenizer, options: ServingOptions) -> ToolUse | None:
@@ -293,7 +303,8 @@ class ToolFields(RequestModel):
         unknown = [one for one in names if one not in functions]
         if unknown or (mode in ("required", "named") and not functions):
             what = f"names {unknown[0][:100]!r}" if unknown else "asks for a call"
-            msg = f"tool_choice {what}, and tools has {', '.join(functions) or 'none'}; expected one of them"
+            known = ", ".join([*functions][:8]) or "none"
+            msg = f"tool_choice {what}, and tools has {known}; expected one of them"
             raise RequestError(msg, "tool_choice")
         if mode == "none" or not functions:
             return None

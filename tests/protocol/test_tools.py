@@ -70,7 +70,7 @@ WEATHER = {
     "function": {
         "name": "get_weather",
         "description": "The weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "parameters": {"type": ["object"], "properties": {"city": {"type": "string"}}},
     },
 }
 FIND = {"type": "function", "function": {"strict": True, "name": "find"}, "x": 1}
@@ -230,7 +230,9 @@ def test_the_template_gets_tools_and_the_history_as_sent() -> None:
     expected = {**call, "function": {"name": "find", "arguments": {"a": 12345678901234567890123}}}
     assert history[1] == {"role": "assistant", "content": "", "tool_calls": [expected]}
     assert history[2]["tool_call_id"] == "call_1"
-    for more in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+    other = [{"type": "web_search"}, {"type": "function", "function": {"name": "f g"}}]
+    none = {"tool_choice": "none"}
+    for more in (none, {**none, "tools": other}, {"tools": []}, {"tools": None}):
         answered(body(messages=messages, **more), CALL, tokenizer=tokenizer)
         assert tokenizer.rendered[-1].startswith("null")
 
@@ -278,8 +280,20 @@ def test_what_is_wrong_is_named() -> None:
             "type is object",
             {},
         ),
+        (
+            {"tools": [tool(name="a", parameters={"type": ["string", "null"]})]},
+            "tools[0].function.parameters",
+            "type is object",
+            {},
+        ),
         ({"tools": {}}, "tools", "a list of at most 512 tools", {}),
         ({"tool_choice": named}, "tool_choice", "'no'", {}),
+        (
+            {"tool_choice": named, "tools": [tool(name=f"f{i}" + "x" * 100) for i in range(512)]},
+            "tool_choice",
+            "f7",
+            {},
+        ),
         ({"tool_choice": choice}, "tool_choice", "allowed_tools", {}),
         ({"tool_choice": "any"}, "tool_choice", "required", {}),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "none", {}),
@@ -294,6 +308,7 @@ def test_what_is_wrong_is_named() -> None:
             parse(body(**more), path="/v1/chat/completions", **given)
         assert caught.value.param == param
         assert said in str(caught.value)
+        assert len(str(caught.value)) < 2000
 
 
 def test_a_choice_limits_the_calls() -> None:
