@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
-from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
+from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.text_generation import Parameters
@@ -77,6 +77,9 @@ def test_fields_of_other_servers_are_documented_with_their_values() -> None:
     }
     shown |= dict.fromkeys(WITHOUT_EFFECT, "any value, because none has an effect")
     assert listed == shown
+    for heading, names in (("Anthropic", OF_MESSAGES), ("OpenAI's responses", OF_RESPONSES)):
+        section = text.partition(f"\n## {heading}")[2].partition("\n## ")[0]
+        assert {*re.findall(r"`(\w+)`", section)} >= names - WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from djl_python_neuronx.protocol.answers import (
     TextEvent,
 )
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.neutral import OF_MESSAGES
 from djl_python_neuronx.protocol.openai_chat import (
     MAX_MESSAGES,
     ChatParameters,
@@ -188,6 +189,7 @@ class OutputConfig(RequestModel):
 class CountParameters(GenerationParameters):
     """A conversation."""
 
+    without_effect = OF_MESSAGES
     model: str | None = None
     max_tokens: MaybeCount = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -45,11 +45,15 @@ _FIELDS = """
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 """Field to the one beside it that switches it off with "none"."""
 _NO_EFFECT = (
-    "anthropic_beta anthropic_version betas cache_control context_management diagnostics inference_geo speed "
-    "user_profile_id "
-    "access_programs background_options client_metadata max_tool_calls "
     "custom_labels guided_decoding_backend metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
     "prompt_cache_retention request_id rid service_tier session_id store tool_prompt"
+)
+_OF_MESSAGES = (
+    "anthropic_beta anthropic_version betas cache_control context_management diagnostics inference_geo speed "
+    "user_profile_id"
+)
+_OF_RESPONSES = (
+    "access_programs background_options client_metadata context_management image max_tool_calls"
 )
 NEUTRAL: Mapping[str, Sequence[object]] = {
     name: orjson.loads(values)
@@ -58,7 +62,10 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 """Field to the values that are accepted beside null; any other is refused."""
 WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
-"""Fields that change no answer, whatever their value is."""
+"""Fields that change no answer in any protocol, whatever their value is."""
+OF_MESSAGES = WITHOUT_EFFECT.union(_OF_MESSAGES.split())
+OF_RESPONSES = WITHOUT_EFFECT.union(_OF_RESPONSES.split())
+"""Those of Anthropic's Messages and of OpenAI's responses."""
 
 
 def has_no_effect(
@@ -68,7 +75,6 @@ def has_no_effect(
     return (
         value is None
         or beside.get(_SWITCHES.get(name, "")) == "none"
-        or name in WITHOUT_EFFECT
         or any(
             # Not equality alone: False equals 0.
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

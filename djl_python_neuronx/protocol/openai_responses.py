@@ -45,6 +45,7 @@ from djl_python_neuronx.protocol.answers import (
     TextEvent,
 )
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
+from djl_python_neuronx.protocol.neutral import OF_RESPONSES
 from djl_python_neuronx.protocol.openai import StreamOptions, answer_error
 from djl_python_neuronx.protocol.openai_chat import (
     MAX_MESSAGES,
@@ -190,6 +191,7 @@ class TextConfig(LenientModel):
 class ResponsesParameters(GenerationParameters):
     """A request."""
 
+    without_effect = OF_RESPONSES
     input: Annotated[
         list[InputItem],
         _TextOrItems(_items),
@@ -221,15 +223,16 @@ class ResponsesParameters(GenerationParameters):
     conversation: _Stored = None
     previous_response_id: _Stored = None
     prompt: _Stored = None
-    image: Any = None
 
     @property
-    def functions(self) -> list[tuple[dict[str, str], ResponseTool]]:
-        """The tools that the model may call, each behind the fields of its calls that name it."""
+    def functions(self) -> list[tuple[str, dict[str, str], ResponseTool]]:
+        """The tools that the model may call, each with its place and the fields of its calls that name it."""
         return [
-            ({"name": one.name} if one is tool else {"namespace": tool.name, "name": one.name}, one)
-            for tool in self.tools
-            for one in tool.tools or [tool]
+            (f"tools[{i}]", {"name": one.name}, one)
+            if one is tool
+            else (f"tools[{i}].tools[{j}]", {"namespace": tool.name, "name": one.name}, one)
+            for i, tool in enumerate(self.tools)
+            for j, one in enumerate(tool.tools or [tool])
             if one.type == "function"
         ]
 
@@ -242,7 +245,7 @@ class ResponsesParameters(GenerationParameters):
         shared = self.model_fields_set & ChatParameters.model_fields.keys()
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         tools = []
-        for names, one in self.functions:
+        for _, names, one in self.functions:
             fields = one.model_dump(include={"description", "parameters", "strict"})
             given = {key: value for key, value in fields.items() if value is not None}
             tools.append({"name": _SPACE.join(names.values()), **given})
@@ -436,7 +439,7 @@ class ResponsesShape(ChatShape):
         """The arguments are those of `OpenAiShape`, behind the request."""
         super().__init__(given, context, requests, stream=stream, **more)
         self._done = [orjson.Fragment(b"[DONE]")] if stream == "events" else []
-        self._names = {_SPACE.join(names.values()): names for names, _ in asked.functions}
+        self._names = {_SPACE.join(names.values()): names for _, names, _ in asked.functions}
         self._numbers = itertools.count()
         self._items: list[_Item] = []
         """The last one is open."""
@@ -576,10 +579,8 @@ def _usage(answer: Answer) -> ResponseUsage:
     }
 
 
-_ONLY_HERE = (
-    ResponsesParameters.model_fields.keys() - ChatParameters.model_fields.keys() - {"input"}
-)
-"""Fields that no other protocol has beside `input`."""
+_ONLY_HERE = {"instructions", "max_output_tokens", "text", "reasoning", "include", "truncation"}
+"""Fields that make a body with `input` a response: no other protocol has them beside it."""
 
 
 class ResponsesProtocol(ChatProtocol):
@@ -617,5 +618,6 @@ class ResponsesProtocol(ChatProtocol):
         try:
             return self.parse_chat(asked.chat(context), context, partial(ResponsesShape, asked))
         except RequestError as error:
-            failure = renamed(error, _OWN_NAMES if asked.response_format is None else {})
+            names = {f"tools[{i}]": place for i, (place, *_) in enumerate(asked.functions)}
+            failure = renamed(error, names | (_OWN_NAMES if asked.response_format is None else {}))
         raise failure  # outside the except clause: the cause may hold a part of a prompt

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import Annotated, Any, Literal, TypeVar, Union, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast
 
 import orjson
 from annotated_types import MaxLen
@@ -155,10 +156,10 @@ def _allow_more(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = True
 
 
-def _add_neutral(schema: dict[str, Any]) -> None:
+def _add_neutral(schema: dict[str, Any], model: type[RequestModel]) -> None:
     for name, values in NEUTRAL.items():
         schema["properties"].setdefault(name, {"enum": [*values, None]})
-    for name in WITHOUT_EFFECT:
+    for name in model.without_effect:
         schema["properties"].setdefault(name, {})
     _allow_nulls(schema)
 
@@ -171,6 +172,8 @@ class RequestModel(BaseModel):
     """An object of a request. Null means missing. The description of a field is what its error expects."""
 
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=_allow_nulls)
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+    """Fields that change no answer, whatever their value is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +187,8 @@ class RequestModel(BaseModel):
         found = {}
         for name, value in values.items():
             known = name in cls.model_fields
-            if value is None or (not known and has_no_effect(name, value, values)):
+            idle = name in cls.without_effect or has_no_effect(name, value, values)
+            if value is None or (not known and idle):
                 continue
             if warns and not known and name not in NEUTRAL:
                 log_ignored(name)
@@ -467,11 +471,13 @@ def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOp
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The error with other names of its field; `names`: a part of a field's name to the one in its place."""
-    message, param = str(error), error.param
-    for name, other in names.items():
-        if param is not None and name in param:
-            message, param = message.replace(name, other), param.replace(name, other)
-    return type(error)(message, param) if param != error.param else error
+    param = error.param or ""
+    found = "|".join([re.escape(name) for name in names if name in param])
+    if not found:
+        return error
+    return type(error)(
+        *[re.sub(found, lambda name: names[name[0]], text) for text in (str(error), param)]
+    )
 
 
 @cache

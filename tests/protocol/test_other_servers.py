@@ -9,7 +9,7 @@ import pytest
 
 from djl_python_neuronx.errors import UnsupportedParameterError
 from djl_python_neuronx.protocol.anthropic import MessagesParameters
-from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
+from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.openai_responses import ResponsesParameters
@@ -79,7 +79,7 @@ def test_all_other_values_are_refused_by_name(send: Any, servers: Any, model: An
     neutral: dict[str, list[Any]] = {}
     for fields in servers.values():
         for name, value in fields.items():
-            if name not in model.model_fields and name not in WITHOUT_EFFECT:
+            if name not in model.model_fields and name not in model.without_effect:
                 neutral.setdefault(name, [None]).append(value)
     assert neutral
     passed = []
@@ -100,4 +100,11 @@ def test_the_table_has_no_field_that_no_server_has() -> None:
     every = (CHAT, MESSAGES, RESPONSES, COMPLETIONS, GENERATE)
     tables = [fields for servers in every for fields in servers.values()]
     known = {name for fields in tables for name in fields}
-    assert {*NEUTRAL, *WITHOUT_EFFECT} <= known
+    assert {*NEUTRAL, *OF_MESSAGES, *OF_RESPONSES} <= known
+
+
+@ROUTES
+def test_a_protocols_own_fields_are_unknown_in_others(send: Any, servers: Any, model: Any) -> None:
+    for name in (OF_MESSAGES | OF_RESPONSES) - model.without_effect:
+        with pytest.raises(UnsupportedParameterError, match=f"unknown parameter {name!r}"):
+            send({name: 1})

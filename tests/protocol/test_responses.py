@@ -13,7 +13,7 @@ from djl_python_neuronx.engine import limits
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError, StepError
 from djl_python_neuronx.protocol import parameters
-from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT
+from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_RESPONSES
 from djl_python_neuronx.protocol.openai_responses import ResponsesParameters
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import RENDERING, FinishReason, Rendering
@@ -282,7 +282,7 @@ def test_every_field_of_the_reference_is_known() -> None:
 
     fields = reference.ResponseCreateParamsBase.__annotations__
     assert len(fields) > 20
-    assert set(fields) <= {*ResponsesParameters.model_fields, *NEUTRAL, *WITHOUT_EFFECT}
+    assert set(fields) <= {*ResponsesParameters.model_fields, *NEUTRAL, *OF_RESPONSES}
 
 
 ITEM_ERRORS = [
@@ -322,7 +322,25 @@ ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [SEARCH]}, "tools", "no tool is a function; the first is of type 'web_search'"),
     ({"tools": [{"name": "f"}]}, "tools[0].type", "is missing"),
     ({"tools": [FIND, {"type": "function"}]}, "tools[1].name", "expected a name of 1 to 128"),
-    ({"tools": [SEARCH, FIND, FIND]}, "tools[1].name", "is 'find', as of a tool before it"),
+    (
+        {"tools": [SEARCH, FIND, FIND]},
+        "tools[2].name",
+        "tools[2].name is 'find', as of a tool before",
+    ),
+    (
+        {
+            "tools": [
+                SEARCH,
+                {
+                    "type": "namespace",
+                    "name": "n" * 100,
+                    "tools": [SEARCH, {**FIND, "name": "f" * 60}],
+                },
+            ]
+        },
+        "tools[1].tools[1].name",
+        "'tools[1].tools[1].name' is a string; expected a name of 1 to 128",
+    ),
     ({"tools": [{**FIND, "parameters": []}]}, "tools[0].parameters", "a JSON schema"),
     ({"tools": [FIND], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g'"),
     (
@@ -569,6 +587,10 @@ def test_a_body_is_told_from_those_of_other_protocols() -> None:
         ({"input": [USER]}, "openai_responses"),
         ({"input": "<5>", "instructions": "<6>"}, "openai_responses"),
         ({"input": "<5>", "max_output_tokens": 5, "model": "toy"}, "openai_responses"),
+        ({"input": "<5>", "text": {}}, "openai_responses"),
+        ({"input": "<5>", "reasoning": {}}, "openai_responses"),
+        ({"input": "<5>", "include": []}, "openai_responses"),
+        ({"input": "<5>", "truncation": "auto"}, "openai_responses"),
         ({"inputs": "<5>", "parameters": {}}, "lmi"),
         ({"prompt": "<5>"}, "openai_completion"),
     ):
@@ -577,6 +599,8 @@ def test_a_body_is_told_from_those_of_other_protocols() -> None:
     for body in (
         {"input": "<5>"},  # a slip of `inputs`
         {"input": ["<5>", "<6>"], "model": "toy"},  # texts to embed
+        {"input": "<5>", "image": "<6>", "metadata": {}},
+        {"input": "<5>", "background": False, "conversation": None},
         {"input": "<5>", "stream": True},
         {"max_output_tokens": 5},
     ):
