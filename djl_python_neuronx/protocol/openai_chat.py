@@ -46,7 +46,7 @@ from djl_python_neuronx.protocol.parameters import (
     MaybeCount,
     validated,
 )
-from djl_python_neuronx.protocol.reading import AnswerReader, begins_within, special_marks
+from djl_python_neuronx.protocol.reading import AnswerReader, is_thinking, special_marks
 from djl_python_neuronx.protocol.structured_output import asked
 from djl_python_neuronx.protocol.tools import (
     REASONING_FORMATS,
@@ -449,10 +449,11 @@ class ChatProtocol(OpenAiProtocol):
             # JSON is the text then, and a call has its mark.
             use = replace(use, format=replace(use.format, bare=False))
         thoughts = found_format(REASONING_FORMATS, options.reasoning_parser, tokenizer.template)
-        reasoning = thoughts if given.separate_reasoning else None
         prompt_ids = given.encode(given.messages, context)
-        inside = thoughts is not None and begins_within(thoughts, prompt_ids, tokenizer)
         special = special_marks(tokenizer, use.format if use else None, thoughts)
+        inside = is_thinking(thoughts, prompt_ids, tokenizer) if thoughts else None
+        if inside is False:
+            thoughts = None
         common = self.common_request(
             given,
             context,
@@ -465,7 +466,7 @@ class ChatProtocol(OpenAiProtocol):
             prompt_name="the conversation",
             shown_ids=frozenset(special.values()),
             calls=use.grammar(special) if use else None,
-            reasoning={**vars(thoughts), "special": special, "inside": inside}
+            reasoning={**vars(thoughts), "special": special, "inside": bool(inside)}
             if thoughts
             else None,
         )
@@ -480,10 +481,11 @@ class ChatProtocol(OpenAiProtocol):
             reader=partial(
                 AnswerReader,
                 use,
-                reasoning,
-                inside=inside and reasoning is not None,
+                thoughts,
+                inside=bool(inside),
+                separate=given.separate_reasoning,
                 is_held=common.grammar is not None,
             )
-            if use or reasoning
+            if use or (thoughts and given.separate_reasoning)
             else None,
         )

@@ -33,14 +33,19 @@ from djl_python_neuronx.types import Tokenizer
 MOST_SPACE = 64
 """Most whitespace before a mark that is held back, and left out if the mark comes."""
 MOST_HEAD = 512
-"""Most characters of a call before arguments that are sent as they come."""
+"""Most characters of a call before arguments that are sent as they come, and of an object behind them."""
 _LAST_TOKENS = 16
-"""Tokens at the end of a prompt that may have the beginning of the reasoning: one may be of a single letter."""
+"""Tokens at the end of a prompt that may have a mark of the reasoning: one may be of a single letter."""
 _IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r'["{}]')
-_OBJECT_HEAD = rf"\s*\[?{BARE % f'({NAME})'}\s*(?=\{{)"
+_OUTSIDE = re.compile(r"[^\s\w\[\]:,.+-]")
+"""Outside strings: quotes, braces, and what no JSON has, as an end mark where a brace is missing."""
+_STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_REST = re.compile(rf"(?s)(?:\s*,\s*{_STRING}\s*:\s*(?:{_STRING}|[\w.+-]+))*\s*\}}")
+"""The rest of an object, behind the arguments."""
+_REST_BEGUN = re.compile(r'(?s)\s*(?:,\s*(?:".*)?)?')
+_OBJECT_HEAD = rf"(?:\s*\[)?{BARE % f'({NAME})'}\s*(?=\{{)"
 _KEYS = "name|type|id|arguments|parameters"
-_NO_OBJECT = re.compile(rf'\s*\[?\s*(?:[^\s\[{{]|\{{\s*(?:[^\s"]|"(?!(?:{_KEYS})")[^"]*"))')
+_NO_OBJECT = re.compile(rf'\s*(?:\[\s*)?(?:[^\s\[{{]|\{{\s*(?:[^\s"]|"(?!(?:{_KEYS})")[^"]*"))')
 """A beginning that is none of a call: the first key is another."""
 _NO_NAME = re.compile(r"[^{]*\{")
 
@@ -79,7 +84,9 @@ class _Syntax:
         start = next(filter(form.before.startswith, form.starts), "")
         before = form.before.removeprefix(start)
         self.is_object = '"' in before
-        named = rf"\s*{re.escape(before)}\s*({NAME})\s*(?:[^\w\s{{][^\s{{]*)?\s*(?=\{{)"
+        begin = rf"\s*{re.escape(before)}" if before else ""
+        # No run of characters has two ways to match: a head is matched again with each token.
+        named = rf"{begin}\s*({NAME})(?![\w.:-])\s*(?:[^\w\s{{][^\s{{]*\s*)?(?=\{{)"
         self.head = re.compile(_OBJECT_HEAD if self.is_object else named)
         self.no_head = _NO_OBJECT if self.is_object else _NO_NAME
         self.bare = ("{",) if form.bare else ()
@@ -121,13 +128,15 @@ class AnswerReader:
         reasoning: ReasoningFormat | None,
         *,
         inside: bool = False,
+        separate: bool = True,
         is_held: bool = False,
     ) -> None:
         """Without `use` and `reasoning` all is text. `inside`: the answer begins within its reasoning.
 
+        `separate`: False makes the reasoning text, with its marks; there are no calls in it all the same.
         `is_held`: a grammar holds the calls, and one without a mark begins as there (`grammar.BARE`).
         """
-        self._is_held = is_held
+        self._separates, self._is_held = separate, is_held
         self._syntax = _syntax(use.format if use else _NO_CALLS)
         self._names: Collection[str] = use.functions if use else ()
         self._most = inf if use and use.parallel and use.mode != "named" else 1
@@ -137,7 +146,7 @@ class AnswerReader:
         self._leads = _marks((*self._begins, *self._syntax.bare))
         self._state = self._think if inside else self._lead
         self._open = _Open([])
-        self._held, self._drops = "", inside
+        self._held, self._drops = "", inside and separate
         """Text that no state has taken yet; True where its whitespace is left out, behind a mark."""
         self._tokens: list[Token] = []
         self._parts: list[Part] = []
@@ -184,9 +193,12 @@ class AnswerReader:
             self._state = self._write
             return True
         known = mark.lstrip()
-        if known in self._begins or known in self._syntax.ends:
+        if known in self._begins:
+            self._held, self._drops, self._state = rest, self._separates, self._think
+            if not self._separates:
+                self._emit(TextEvent(mark, ()))
+        elif known in self._syntax.ends:
             self._held, self._drops = rest, True
-            self._state = self._think if known in self._begins else self._lead
         elif mark:
             self._held = known + rest
             self._begin(mark.removesuffix(known))
@@ -195,10 +207,12 @@ class AnswerReader:
     def _think(self, ends: bool) -> bool:
         """Reasoning."""
         thought, mark, self._held = self._ends.split(self._held, ends=ends)
-        if thought or (mark and self._tokens):
+        if not self._separates:
+            self._emit(TextEvent(thought + mark, ()))
+        elif thought or (mark and self._tokens):
             self._emit(ReasoningEvent(thought, ()))
         if mark:
-            self._begins, self._drops = (), True
+            self._begins, self._drops = (), self._separates
             self._leads, self._state = _marks(self._syntax.bare), self._lead
         return bool(mark)
 
@@ -234,10 +248,10 @@ class AnswerReader:
         one.size += len(text)
         if not syntax.is_object:
             return (ends or one.size >= MOST_HEAD) and self._fail()
-        size = self._close(text, 0)
-        if not size:
-            return ends and self._cut()
+        size, closes = self._close(text, 0)
         one.raw[-1], self._held = text[:size], text[size:]
+        if not closes:
+            return (ends or closes is False) and self._cut()
         name, arguments = _call("".join(one.raw[1:]))
         is_free = self._is_held and not one.raw[0].strip()
         if name in self._names and _is_object(arguments) and not is_free:
@@ -247,25 +261,33 @@ class AnswerReader:
 
     def _flow(self, ends: bool) -> bool:
         """The arguments of a call, sent as they come."""
-        size = self._close(self._held, int(self._syntax.is_object))
-        part = self._held[: size or None]
-        self._held = self._held[len(part) :]
+        size, closes = self._close(self._held, int(self._syntax.is_object))
+        part, self._held = self._held[:size], self._held[size:]
         self._open.raw.append(part)
         self._send(part)
-        self._state = self._rest if size else self._flow
-        return bool(size) or (ends and self._cut())
+        if not closes:
+            return (ends or closes is False) and self._cut()
+        self._state = self._rest
+        return True
 
     def _rest(self, ends: bool) -> bool:
-        """The rest of an object, behind the arguments."""
-        one, size = self._open, 0
-        if one.depth:
-            size = self._close(self._held, 0) or len(self._held)
-            one.raw.append(self._held[:size])
+        """The rest of an object, behind the arguments. They are whole already: its end may be missing."""
+        size, begun = 0, self._held[:MOST_HEAD]
+        if self._syntax.is_object:
+            if found := _REST.match(begun):
+                size = found.end()
+            elif not ends and len(begun) < MOST_HEAD and _REST_BEGUN.fullmatch(begun):
+                return False
+        self._open.raw.append(self._held[:size])
         self._held = self._held[size:]
-        return (ends and self._cut()) if one.depth else self._finish()
+        return self._finish()
 
-    def _close(self, text: str, depth: int) -> int:
-        """Count the braces of a call's next text. Returns the size up to the one that closes all but `depth`, or 0."""
+    def _close(self, text: str, depth: int) -> tuple[int, bool | None]:
+        """Count the braces of a call's next text.
+
+        Returns the size of what is of the call, and True if that closes all braces but `depth`, False if what follows
+        can be of no JSON, None if all of the text is of the call.
+        """
         one, size = self._open, 0
         while size < len(text):
             found = (_IN_STRING if one.quoted else _OUTSIDE).search(text, size + one.escaped)
@@ -277,11 +299,13 @@ class AnswerReader:
                 one.escaped = one.quoted = char == "\\"
             elif char == '"':
                 one.quoted = True
-            else:
+            elif char in "{}":
                 one.depth += 1 if char == "{" else -1
                 if one.depth <= depth:
-                    return size
-        return 0
+                    return size, True
+            else:
+                return size - 1, False
+        return len(text), None
 
     def _announce(self, name: str) -> None:
         self._open.call = Call(name, self._num_calls, new_call_id(self._syntax.id_chars))
@@ -359,9 +383,16 @@ def special_marks(
     return {mark: one for mark, one in ids.items() if one is not None}
 
 
-def begins_within(
+def is_thinking(
     reasoning: ReasoningFormat, prompt_ids: Sequence[int], tokenizer: Tokenizer
-) -> bool:
-    """True if a prompt ends with the beginning of the reasoning."""
+) -> bool | None:
+    """True if a prompt ends with the beginning of the reasoning, False if it ends with its end, else None."""
     end = b"".join(map(tokenizer.token_bytes, prompt_ids[-_LAST_TOKENS:]))
-    return end.decode(errors="ignore").rstrip().endswith(reasoning.begins)
+    text = end.decode(errors="ignore").rstrip()
+    return (
+        True
+        if text.endswith(reasoning.begins)
+        else False
+        if text.endswith(reasoning.ends)
+        else None
+    )

@@ -337,7 +337,7 @@ def test_what_is_no_call_comes_back_as_text() -> None:
         "<tool_call>get_weather</tool_call>",
         "The tag <tool_call> begins a call.",
         "<tool_",
-        '<tool_call>{"name": "get_weather", "arguments": {"a": 1} </tool_call> and more',
+        '<tool_call>{"name": "get_weather", "arguments": {"a": [1] </tool_call> and more',
         "  \n",
     ]
     for text in bad:
@@ -378,6 +378,37 @@ def test_what_models_write_is_read_leniently() -> None:
         ("granite-1", f"<|tool_call|>[{inner}", [{"a": 1}]),
     ):
         assert [one for _, one in whole_calls(feed([text], FORMATS[label]))] == expected, text
+
+
+def test_what_follows_a_call_that_breaks_off_is_read() -> None:
+    begin = '<tool_call>{"name": "get_weather", "arguments": {"a": 1'
+    other = '{"name": "find-it", "arguments": {}}'
+    one, two = [("get_weather", {"a": 1})], [("get_weather", {"a": 1}), ("find-it", {})]
+    listed = begin.replace("<tool_call>", "[TOOL_CALLS][")
+    for label, text, found, said in (
+        # Calls, and the text that a stream sends.
+        ("hermes-0", begin + "}\n</tool_call>\nIt is cold.", one, "It is cold."),
+        ("hermes-0", begin + "}\nIt is cold.", one, "It is cold."),
+        ("hermes-0", begin + "}, and cold.", one, ", and cold."),
+        ("hermes-0", begin + '}, "a": ' + "x" * 600, one, ', "a": ' + "x" * 600),
+        ("hermes-0", begin + "}", one, ""),
+        ("hermes-0", begin + '}, "id": "a}<b", "n": 1}</tool_call>', one, ""),
+        ("hermes-0", begin + "}</tool_call><tool_call>" + other + "</tool_call>", two, ""),
+        ("hermes-0", begin + "</tool_call>It is cold.", [], "</tool_call>It is cold."),
+        ("hermes-0", begin + "</tool_call><tool_call>" + other, two[1:], "</tool_call>"),
+        ("mistral-4", listed + "}, " + other + "]", two, ""),
+        ("llama3_json-5", begin.removeprefix("<tool_call>") + "}; " + other, two, ""),
+        (
+            "deepseek_v31-7",
+            deepseek("tool calls begin") + BEGIN + "f.2" + SEP + '{"a": 1' + SEP + "cold",
+            [],
+            SEP + "cold",
+        ),
+    ):
+        for parts in ([text], [*text, ""]):
+            events = feed(parts, FORMATS[label])
+            assert whole_calls(events) == found, text
+            assert "".join(e.text for e in events if isinstance(e, TextEvent)) == said, text
 
 
 def test_arguments_come_as_they_grow() -> None:

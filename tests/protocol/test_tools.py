@@ -104,6 +104,7 @@ CASES = {
     f"{CALL}\n{CALL.replace('get_weather', 'find')}": (None, None, ["get_weather", "find"]),
     f"<think>\nHm\n</think>\n\n{CALL}": (None, "Hm", ["get_weather"]),
     "<think>\nHm\n</think>\n\nHello": ("Hello", "Hm", []),
+    CALL.replace("}}", "}") + "\nIt is cold.": ("It is cold.", None, ["get_weather"]),
     f"{CALL.replace('get_weather', 'no_tool')}": (CALL.replace("get_weather", "no_tool"), None, []),
 }
 
@@ -198,6 +199,16 @@ def test_reasoning_is_shown_as_the_request_asks() -> None:
         assert streamed["message"]["content"] == content
         assert "reasoning_content" not in streamed["message"]
         assert len(streamed["logprobs"]["content"]) == len(text) + 1
+    thought = f"<think>\nUse {CALL}?\n</think>\n\n"
+    for kwargs, begin in (({}, ""), ({"enable_thinking": True}, "<think>\n")):
+        payload = body(separate_reasoning=False, chat_template_kwargs=kwargs)
+        text = thought.removeprefix(begin) + "Hello" + CALL.replace("get_weather", "find")
+        whole = json.loads(answered(payload, text))["choices"][0]["message"]
+        streamed = joined(answered({**payload, "stream": True}, text))["choices"][0]["message"]
+        for message in (whole, streamed):
+            assert message["content"] == text.partition("Hello")[0] + "Hello"
+            assert "reasoning_content" not in message
+            assert [one["function"]["name"] for one in message["tool_calls"]] == ["find"]
     # The prompt decides where an answer begins.
     for thinking, text in ((True, "Hm</think>Hello"), (False, "Hello")):
         kwargs = {"enable_thinking": thinking}
@@ -208,6 +219,21 @@ def test_reasoning_is_shown_as_the_request_asks() -> None:
     for effort, shown in (("high", "high"), ("none", "noneFalse")):
         answered(body(reasoning_effort=effort, tools=[]), "Hi", tokenizer=tokenizer)
         assert tokenizer.rendered[-1] == f"{shown}<think>"
+
+
+def test_a_prompt_that_closes_the_reasoning_lets_none_open() -> None:
+    """As in Qwen's template; in vLLM a grammar begins at once then."""
+    pytest.importorskip("llguidance")
+
+    def grammar(thinking: bool, **options: Any) -> str | None:
+        kwargs = {"enable_thinking": thinking}
+        asked = body(tool_choice="required", chat_template_kwargs=kwargs)
+        return parse(
+            asked, tokenizer=ChatTokenizer(), path="/v1/chat/completions", **options
+        ).request.grammar
+
+    assert grammar(False) == grammar(False, reasoning_parser="none")
+    assert grammar(True) != grammar(True, reasoning_parser="none")
 
 
 def test_the_template_gets_tools_and_the_history_as_sent() -> None:
