@@ -207,10 +207,9 @@ class AnswerReader:
     def _think(self, ends: bool) -> bool:
         """Reasoning."""
         thought, mark, self._held = self._ends.split(self._held, ends=ends)
-        if not self._separates:
-            self._emit(TextEvent(thought + mark, ()))
-        elif thought or (mark and self._tokens):
-            self._emit(ReasoningEvent(thought, ()))
+        text = thought if self._separates else thought + mark
+        if text or (mark and self._tokens):
+            self._emit((ReasoningEvent if self._separates else TextEvent)(text, ()))
         if mark:
             self._begins, self._drops = (), self._separates
             self._leads, self._state = _marks(self._syntax.bare), self._lead
@@ -389,10 +388,6 @@ def is_thinking(
     """True if a prompt ends with the beginning of the reasoning, False if it ends with its end, else None."""
     end = b"".join(map(tokenizer.token_bytes, prompt_ids[-_LAST_TOKENS:]))
     text = end.decode(errors="ignore").rstrip()
-    return (
-        True
-        if text.endswith(reasoning.begins)
-        else False
-        if text.endswith(reasoning.ends)
-        else None
-    )
+    if text.endswith(reasoning.begins):
+        return True
+    return False if text.endswith(reasoning.ends) else None

@@ -51,10 +51,11 @@ def feed(
     *,
     parallel: bool = True,
     inside: bool = False,
+    separate: bool = True,
 ) -> list[Part]:
     """The events of an answer that comes in parts."""
     use = form and ToolUse(form, FUNCTIONS, "auto", parallel)
-    reader = AnswerReader(use, reasoning, inside=inside)
+    reader = AnswerReader(use, reasoning, inside=inside, separate=separate)
     events = []
     for i, text in enumerate(parts):
         reason = FinishReason.EOS if i == len(parts) - 1 else None
@@ -288,6 +289,8 @@ FRAGMENTS = sorted(
             "null",
             "text",
             '{"name": "get_weather", "arguments": {"b": [2]}}',
+            '{"name": "get_weather", "arguments": {"b": [2]}',
+            ', "id": "a"',
         ),
     }
     - {""}
@@ -301,6 +304,7 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).
     st.sampled_from([None, *REASONING_FORMATS]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=examples(2000), deadline=None)
@@ -310,15 +314,17 @@ def test_any_split_gives_the_same_events(
     reasoning: ReasoningFormat | None,
     parallel: bool,
     inside: bool,
+    separate: bool,
     rng: random.Random,
 ) -> None:
-    how = {"parallel": parallel, "inside": inside and reasoning is not None}
+    inside &= reasoning is not None
+    how = {"parallel": parallel, "inside": inside, "separate": separate}
     whole = feed([text], form, reasoning, **how)
     split = feed(cut(text, rng), form, reasoning, **how)
     letters = feed([*text, ""], form, reasoning, **how)
     assert joined(whole) == joined(split) == joined(letters)
     # Nothing is lost where nothing is a call or reasoning, and all tokens come, in their order.
-    if not whole_calls(whole) and reasoning is None:
+    if not whole_calls(whole) and (reasoning is None or not separate):
         assert content(whole) == text
     assert [token.id for one in letters for token in one.tokens] == list(range(len(text) + 1))
     assert len(whole_calls(whole)) <= 1 or parallel
