@@ -344,7 +344,8 @@ class PythonTokenizer(TokenTable):
 
             # Only a sentence of the template itself is quoted: other messages may quote the prompt.
             reason = str(error) if str(error) and str(error) in template else type(error).__name__
-            msg = f"the model's chat template refuses these messages: {reason}. Correct their roles, order or content."
+            refusal = f"the model's chat template refuses these messages: {reason.rstrip('.!?')}"
+            msg = f"{refusal}. Correct their roles, order or content."
             if isinstance(error, jinja2.TemplateSyntaxError):
                 msg = (
                     "the model's chat template is not valid Jinja, and every chat request fails: line "

@@ -32,6 +32,8 @@ from djl_python_neuronx.types import Tokenizer
 
 MAX_TOOLS = 512
 _MARK = re.compile(r"<[^>]*>|\[[A-Z_]+\]")
+_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*(?:[!=]=|>)\s*1\b")
+"""A test in templates that refuse messages with several calls: those of Llama 3.1 to 3.3."""
 
 
 @dataclass(frozen=True)
@@ -316,4 +318,5 @@ class ToolFields(RequestModel):
             )
             raise UnsupportedParameterError(msg, "tools")
         allowed = {name: functions[name] for name in names or functions}
-        return ToolUse(form, allowed, mode, self.parallel_tool_calls)
+        parallel = self.parallel_tool_calls and not _ONE_CALL.search(tokenizer.template)
+        return ToolUse(form, allowed, mode, parallel)

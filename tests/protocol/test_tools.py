@@ -13,7 +13,7 @@ from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.protocol.tools import REASONING_FORMATS, TOOL_FORMATS, found_format
 from djl_python_neuronx.types import FinishReason
-from tests.doubles.chat_model import ChatTokenizer
+from tests.doubles.chat_model import TEMPLATE, ChatTokenizer
 from tests.protocol.parsing import answered, parse
 
 TEMPLATES = {
@@ -349,6 +349,29 @@ def test_a_choice_limits_the_calls() -> None:
     assert called(parallel_tool_calls=False) == ["get_weather"]
     assert called(tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == ["find"]
     assert called(tool_choice="none") == []
+
+
+@pytest.mark.parametrize("test", ["not message.tool_calls|length == 1", "tool_calls | length > 1"])
+def test_a_template_that_takes_one_call_gets_one(test: str) -> None:
+    """The next turn has the answer as its history."""
+    refusal = (
+        "{%- if message.tool_calls and (" + test + ") %}{{ raise_exception('one!') }}{% endif %}"
+    )
+    template = TEMPLATE.replace("[{{ message.role }}]", refusal + "[{{ message.role }}]")
+    text, tokenizer = CALL + CALL.replace("get_weather", "find"), ChatTokenizer(template)
+    for choice in ("auto", "required"):
+        asked = body(parallel_tool_calls=True, tool_choice=choice)
+        message = json.loads(answered(asked, text, tokenizer=tokenizer))["choices"][0]["message"]
+        assert [one["function"]["name"] for one in message["tool_calls"]] == ["get_weather"]
+        grammars = {
+            parse(
+                {**asked, "parallel_tool_calls": parallel},
+                tokenizer=one,
+                path="/v1/chat/completions",
+            ).request.grammar
+            for parallel, one in ((True, tokenizer), (False, ChatTokenizer()))
+        }
+        assert len(grammars) == 1
 
 
 def test_routes_of_other_protocols() -> None:

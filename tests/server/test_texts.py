@@ -113,7 +113,7 @@ BAD = {
     "{{ 'fox ' * 10**6 }}": LONG,
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": FAILS,
     "{{ range(10**9) | list }}": FAILS,
-    "{{ raise_exception('never') }}": (400, "refuses these messages: never"),
+    "{{ raise_exception('never!') }}": (400, "refuses these messages: never. Correct"),
     "{% for %}": (
         400,
         "not valid Jinja, and every chat request fails: line 1: Expected an expression, got",
