@@ -49,10 +49,9 @@ from djl_python_neuronx.protocol.parameters import (
 from djl_python_neuronx.protocol.reading import AnswerReader, is_thinking, special_marks
 from djl_python_neuronx.protocol.structured_output import asked
 from djl_python_neuronx.protocol.tools import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
     ToolFields,
-    found_format,
+    reasoning_format,
+    tool_format,
 )
 from djl_python_neuronx.types import Rendering
 
@@ -168,7 +167,7 @@ class Conversation(ToolFields):
     add_generation_prompt: bool | None = None
     """By default true without `continue_final_message`."""
     continue_final_message: Flag = False
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
 
     def encode(self, messages: Sequence[Message], context: ParseContext) -> list[int]:
@@ -195,7 +194,7 @@ class Conversation(ToolFields):
         tokenizer, options = context.tokenizer, context.options
         use = self.tool_use(tokenizer, options)
         tools = tuple([one.for_template() for one in self.tools if use is not None])
-        form = found_format(TOOL_FORMATS, options.tool_call_parser, tokenizer.template)
+        form = tool_format(options.tool_call_parser, tokenizer.template)
         id_chars = form.id_chars if form is not None else None
         rendering = Rendering({**effort, **self.chat_template_kwargs}, begins, continues, tools)
         return context.encode_chat([one.for_template(id_chars) for one in messages], rendering)
@@ -448,7 +447,7 @@ class ChatProtocol(OpenAiProtocol):
         if use is not None and use.format.bare and use.mode == "auto" and asked(given) is not None:
             # JSON is the text then, and a call has its mark.
             use = replace(use, format=replace(use.format, bare=False))
-        thoughts = found_format(REASONING_FORMATS, options.reasoning_parser, tokenizer.template)
+        thoughts = reasoning_format(options.reasoning_parser, tokenizer.template)
         prompt_ids = given.encode(given.messages, context)
         special = special_marks(tokenizer, use.format if use else None, thoughts)
         inside = is_thinking(thoughts, prompt_ids, tokenizer) if thoughts else None

@@ -187,8 +187,9 @@ class RequestModel(BaseModel):
         found = {}
         for name, value in values.items():
             known = name in cls.model_fields
-            idle = name in cls.without_effect or has_no_effect(name, value, values)
-            if value is None or (not known and idle):
+            if value is None:
+                continue
+            if not known and (name in cls.without_effect or has_no_effect(name, value, values)):
                 continue
             if warns and not known and name not in NEUTRAL:
                 log_ignored(name)
@@ -218,7 +219,7 @@ class GenerationParameters(RequestModel):
     frequency_penalty: _Number = None
     logit_bias: _Biases = None
     allowed_token_ids: _Ids = None
-    bad_words: Strings = []
+    bad_words: Strings = Field(default_factory=list)
     bad_words_ids: _Words = None
     suppress_tokens: _Ids = None
     begin_suppress_tokens: _Ids = None
@@ -227,8 +228,8 @@ class GenerationParameters(RequestModel):
     min_tokens: FromZero = 0
     min_length: FromZero = 0
     seed: _Integer = None
-    stop: Strings = []
-    stop_token_ids: TokenIds = []
+    stop: Strings = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_time: Seconds = inf

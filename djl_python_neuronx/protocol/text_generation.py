@@ -51,8 +51,8 @@ class Parameters(GenerationParameters):
     ignore_eos_token: Flag = False
     max_new_tokens: MaybeCount = 30
     return_full_text: Flag = False
-    stop_sequences: Strings = Field(default=[])
-    bad_sequences: Strings = Field(default=[])
+    stop_sequences: Strings = Field(default_factory=list)
+    bad_sequences: Strings = Field(default_factory=list)
     stream: Flag = False
     decoder_input_details: Flag = False
     top_n_tokens: Annotated[
@@ -246,7 +246,7 @@ def parsed_request(
     """
     sampling, number = given.sampling, given.num_sequences
     _check_number(given, sampling, stream, shape)
-    given.stop = given.stop + given.stop_sequences
+    given.stop = [*given.stop, *given.stop_sequences]
     given.ignore_eos = given.ignore_eos or given.ignore_eos_token
     keeps_tokens = given.details or (number > 1 and shape.ranks)
     common = given.request(

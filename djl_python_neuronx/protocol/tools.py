@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
@@ -150,12 +150,15 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
 _Format = TypeVar("_Format", ToolFormat, ReasoningFormat)
 
 
-@lru_cache
-def found_format(formats: tuple[_Format, ...], option: str, template: str) -> _Format | None:
+def _found(formats: Sequence[_Format], option: str, template: str) -> _Format | None:
     """The format of a model with a chat template. `option`: its name, `auto` or `none`."""
     named = [one for one in formats if option in ("auto", one.name)]
     fits = [one for one in named if re.search(one.template, template)]
     return next(iter(fits), named[-1] if named and option != "auto" else None)
+
+
+tool_format = lru_cache(partial(_found, TOOL_FORMATS))
+reasoning_format = lru_cache(partial(_found, REASONING_FORMATS))
 
 
 NAME = r"[A-Za-z0-9_.:-]{1,128}"
@@ -284,7 +287,9 @@ class ToolFields(RequestModel):
     ] = None
     """Made a `ToolChoice`."""
     tools: Annotated[list[Tool], BeforeValidator(_unless_none)] = Field(
-        default=[], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"
+        default_factory=list,
+        max_length=MAX_TOOLS,
+        description=f"a list of at most {MAX_TOOLS} tools",
     )
     parallel_tool_calls: Flag = True
 
@@ -294,6 +299,8 @@ class ToolFields(RequestModel):
         Raises:
             RequestError: they are ambiguous, the choice is of none of them, or this model calls none.
         """
+        if not self.tools and self.tool_choice is None:
+            return None
         functions: dict[str, ToolFunction] = {}
         for i, tool in enumerate(self.tools):
             name = tool.function.name
@@ -310,7 +317,7 @@ class ToolFields(RequestModel):
             raise RequestError(msg, "tool_choice")
         if mode == "none" or not functions:
             return None
-        form = found_format(TOOL_FORMATS, options.tool_call_parser, tokenizer.template)
+        form = tool_format(options.tool_call_parser, tokenizer.template)
         if form is None or not re.search(r"\btools\b", tokenizer.template):
             msg = (
                 "tools cannot be called: the model's chat template lists none, or how the model writes calls is not "

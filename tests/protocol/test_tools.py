@@ -11,7 +11,12 @@ import pytest
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.errors import RequestError
-from djl_python_neuronx.protocol.tools import REASONING_FORMATS, TOOL_FORMATS, found_format
+from djl_python_neuronx.protocol.tools import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    reasoning_format,
+    tool_format,
+)
 from djl_python_neuronx.types import FinishReason
 from tests.doubles.chat_model import TEMPLATE, ChatTokenizer
 from tests.protocol.parsing import answered, parse
@@ -44,25 +49,25 @@ THINKING = {
 
 
 def test_a_format_is_found_by_the_template() -> None:
-    for formats, table in ((TOOL_FORMATS, TEMPLATES), (REASONING_FORMATS, THINKING)):
+    for found_format, table in ((tool_format, TEMPLATES), (reasoning_format, THINKING)):
         for template, name in table.items():
-            found = found_format(formats, "auto", template)  # type: ignore[type-var]
+            found: Any = found_format("auto", template)
             assert (found and found.name) == name, template
 
 
 @pytest.mark.parametrize(("option", "args"), [("mistral", False), ("mistral", True)])
 def test_of_formats_with_one_name_the_template_decides(option: str, args: bool) -> None:
     template = "[TOOL_CALLS] [ARGS]" if args else "[TOOL_CALLS]"
-    found = found_format(TOOL_FORMATS, option, template)
+    found = tool_format(option, template)
     assert found is not None
     assert (found.between == "[ARGS]") is args
 
 
 def test_an_option_wins_over_the_template() -> None:
-    found = found_format(TOOL_FORMATS, "hermes", "[TOOL_CALLS]")
+    found = tool_format("hermes", "[TOOL_CALLS]")
     assert found is not None
     assert found.name == "hermes"
-    assert found_format(TOOL_FORMATS, "none", "[TOOL_CALLS]") is None
+    assert tool_format("none", "[TOOL_CALLS]") is None
 
 
 WEATHER = {
