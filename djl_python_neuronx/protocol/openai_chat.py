@@ -90,7 +90,8 @@ def json_object(text: object) -> object:
         except (orjson.JSONDecodeError, orjson.JSONEncodeError):
             found = None
     if not isinstance(found, dict):
-        raise PydanticCustomError(EXPECTED, "an object, or a string with its JSON")
+        expected = "an object, or a string with its JSON, nested at most 254 deep"
+        raise PydanticCustomError(EXPECTED, expected)
     return found
 
 

@@ -285,12 +285,14 @@ def test_every_field_of_the_reference_is_known() -> None:
     assert set(fields) <= {*ResponsesParameters.model_fields, *NEUTRAL, *OF_RESPONSES}
 
 
+DEEP = '{"a": ' + "[" * 300 + "]" * 300 + "}"
 ITEM_ERRORS = [
     ({"role": "bot", "content": "a"}, "input[0].role", "'user'"),
     ({"role": "user"}, "input[0]", "expected content in an item of type message"),
     ({"role": "user", "content": 5}, "input[0].content", "is 5; expected a string or a list"),
     ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0]", "expected call_id in"),
     (call("f", 1, "{"), "input[0].arguments", "expected an object, or a string with its JSON"),
+    (call("f", 1, DEEP), "input[0].arguments", "nested at most 254 deep"),
     (output(1, [{"type": "input_image"}]), "input[0].output", "part 0 is 'input_image'"),
     ({"type": "web_search_call", "id": "ws_1"}, "input[0].type", "it is 'web_search_call'"),
     ({"type": "item_reference", "id": "msg_1"}, "input[0].type", "nothing is stored"),
