@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -217,11 +218,13 @@ def test_what_is_not_served_is_refused_by_name_and_delays_no_neighbour() -> None
 
 
 def test_a_verdict_is_kept_and_the_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, goes_on = [], threading.Event()
+    goes_on.set()
     call = TokenizerProcess._call
 
     def counted(self: TokenizerProcess, limit_s: float, kind: str, *more: Any) -> Any:
         calls.append((limit_s, kind))
+        goes_on.wait(60)
         return call(self, limit_s, kind, *more)
 
     monkeypatch.setattr(TokenizerProcess, "_call", counted)
@@ -238,11 +241,22 @@ def test_a_verdict_is_kept_and_the_time_is_bounded(monkeypatch: pytest.MonkeyPat
             tokenizer.grammar("regex", json.dumps([f"b{i}", None]))
         tokenizer.grammar("regex", good)
         assert len(calls) == 6
+        calls.clear()
+        goes_on.clear()
+        with ThreadPoolExecutor(8) as pool:
+            text = json.dumps([{"enum": [f"{i}" for i in range(2000)]}, None])
+            asked = [pool.submit(tokenizer.grammar, "json", text) for _ in range(8)]
+            time.sleep(0.2)  # so that all wait
+            goes_on.set()
+        assert len(calls) == len({one.result() for one in asked}) == 1
         monkeypatch.setattr(tokenizer_process, "GRAMMAR_S", 1e-4)
+        large = json.dumps([{"enum": [f"{i}" for i in range(20_000)]}, None])
         with pytest.raises(
             TextLimitError, match=r"cannot be checked: it takes more than .*; simplify"
         ):
-            tokenizer.grammar("json", json.dumps([{"enum": [f"{i}" for i in range(20_000)]}, None]))
+            tokenizer.grammar("json", large)
+        monkeypatch.undo()
+        assert tokenizer.grammar("json", large), "its failure is not kept"
         assert tokenizer.grammar("regex", good)
     finally:
         tokenizer.close()

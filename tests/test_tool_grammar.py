@@ -264,6 +264,33 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name_or_means_any_object
         written(strict=True)
 
 
+def test_many_tools_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that cannot be enforced mean any object, wherever they stand; the time does not grow with each tool."""
+    compiled = list[str]()
+
+    def counted(grammar: str, tokens: Any) -> Any:
+        compiled.append(grammar)
+        return matcher(grammar, tokens)
+
+    monkeypatch.setattr("djl_python_neuronx.grammar.matcher", counted)
+    many = {"type": "object", "properties": {f"k{i}": {} for i in range(200)}}
+    for bad in ({}, {3: UNIQUE, 200: many, 511: UNIQUE}):
+        compiled.clear()
+        tools = [(f"t{i}", bad.get(i, PLACE), False) for i in range(512)]
+        for choice in ("auto", "required"):
+            given = {**value("llama3_json", choice, {}), "tools": tools}
+            grammar = checked("tools", json.dumps([given, None]))
+            held = {
+                i: not accepts(grammar, f'{{"name": "t{i}", "parameters": {{"a": [1, 1]}}}}', {})
+                for i in (0, 3, 4, 200, 201, 511)
+            }
+            assert held == {i: i not in bad for i in held}
+        assert len(compiled) <= 4 + 40 * len(bad)
+    tools[200] = ("t200", many, True)
+    with pytest.raises(RequestError, match=r"of t200 cannot be enforced: .* items"):
+        checked("tools", json.dumps([{**value("hermes", "auto", {}), "tools": tools}, None]))
+
+
 REASONING = {"begins": ["<think>"], "ends": ["</think>", "<end>"]}
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TAG = {"structures": [{"begin": "<f=x>", "schema": PLACE, "end": "</f>"}], "triggers": ["<f="]}

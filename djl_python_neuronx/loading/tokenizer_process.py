@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ LOAD_S = 600.0
 DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
 GRAMMAR_S = 5.0
-"""Most time to check a grammar. Those that the library's own limits allow take at most 0.5 s (2 vCPU, 2026-11)."""
+"""Most time to check a grammar. Those that the library's own limits allow take at most 0.5 s, and those of 512 tools 1 s
+(2 vCPU, 2026-11)."""
 MOST_VERDICTS = 64
 """Grammars of which the verdict is kept. Each may have `grammar.MOST_CHARS` characters."""
 SLOW_S = 0.1
@@ -77,7 +79,9 @@ class TokenizerProcess(TokenTable):
         self._idle = deque[Process](maxlen=IDLE_WORKERS)
         self._closed = False
         self._slow = threading.Semaphore(MOST_SLOW)
-        self._verdicts = OrderedDict[tuple[str, str], tuple[str | None, str]]()
+        self._verdicts = OrderedDict[tuple[str, str], Future[tuple[str | None, str]]]()
+        self._keeping = threading.Lock()
+        """Held while `_verdicts` change."""
         self._forking = threading.Lock()
         """Held during a fork or a load. A call waits for it no longer than for a text."""
         special, special_ids, eos_id, self.template, pieces = self._load()
@@ -116,15 +120,26 @@ class TokenizerProcess(TokenTable):
     def grammar(self, kind: str, text: str) -> str:
         """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`.
 
-        The verdicts on the last grammars are kept, so that clients that send one with each request wait once.
+        The verdicts on the last grammars are kept, so that clients that send one with each request wait once; who comes
+        meanwhile waits for the same verdict.
         """
-        key = kind, text
-        limit_s = min(self._timeout_s, GRAMMAR_S)
-        verdict = self._verdicts.pop(key, None) or self._call(limit_s, "grammar", key, None)
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > MOST_VERDICTS:
-            self._verdicts.popitem(last=False)
-        code, made = verdict
+        key, mine = (kind, text), Future[tuple[str | None, str]]()
+        with self._keeping:
+            verdict = self._verdicts.pop(key, mine)
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+        if verdict is mine:
+            try:
+                limit_s = min(self._timeout_s, GRAMMAR_S)
+                mine.set_result(self._call(limit_s, "grammar", key, None))
+            except BaseException as error:
+                with self._keeping:
+                    if self._verdicts.get(key) is mine:
+                        del self._verdicts[key]
+                mine.set_exception(error)
+                raise
+        code, made = verdict.result()
         if code is not None:
             raise revive(code, made)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from djl_python_neuronx.types import Tokenizer
 if TYPE_CHECKING:
     from djl_python_neuronx.protocol.base import ParseContext
     from djl_python_neuronx.protocol.parameters import GenerationParameters
+
+logger = logging.getLogger(__name__)
 
 KIND_OF = {
     "guided_json": "json",
@@ -46,8 +49,9 @@ def grammar_of(
 ) -> str | None:
     """The grammar of a request in the engine's form; None if it asks for none.
 
-    `calls`: the value of a grammar of the kind "tools" but for its `text`, which is that of the request's own grammar;
-    where none can be enforced, one with the choice `auto` is left out. `reasoning`: see `grammar.checked`.
+    `calls`: the value of a grammar of the kind "tools" but for its `text`, which is that of the request's own grammar.
+    With the choice `auto`, and without a strict tool, one that exceeds a limit takes any object as arguments, and is
+    left out where that is not enough, or where none can be enforced. `reasoning`: see `grammar.checked`.
 
     Raises:
         RequestError: it asks for several, or for one that cannot be read or enforced.
@@ -59,7 +63,22 @@ def grammar_of(
         if enforces or not is_auto:
             own = _checked(text, given, tokenizer) if text is not None and is_auto else None
             one = ("tools" if enforces else "tool_choice", "tools", {**calls, "text": own}, None)
-            return _checked(one, given, tokenizer, reasoning)
+            try:
+                return _checked(one, given, tokenizer, reasoning)
+            except QueueFullError:
+                raise
+            except RequestError as error:
+                if not is_auto or any(strict for *_, strict in calls["tools"]):
+                    raise
+                logger.warning(
+                    "tools_relaxed num_tools=%d reason=%r", len(calls["tools"]), str(error)
+                )
+                tools = [(name, {"type": "object"}, False) for name, *_ in calls["tools"]]
+                if tools != calls["tools"]:
+                    return grammar_of(given, context, {**calls, "tools": tools}, reasoning)
+                if own is not None:
+                    raise
+                return None
     return None if text is None else _checked(text, given, tokenizer, reasoning)
 
 
@@ -81,7 +100,10 @@ def _checked(
     parts = [value, whitespace] if reasoning is None else [value, whitespace, reasoning]
     text = orjson.dumps(parts).decode()
     if len(text) > MOST_CHARS:
-        msg = f"{name} has {len(text)} characters of JSON; expected at most {MOST_CHARS}"
+        msg = (
+            f"{name} has {len(text)} characters of JSON; expected at most {MOST_CHARS}. Leave out "
+        )
+        msg += "tools, or parts of their schemas" if kind == "tools" else "parts of it"
         raise RequestError(msg, name)
     try:
         return tokenizer.grammar(kind, text)

@@ -10,7 +10,7 @@ import pytest
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.detokenizer import Delta
-from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.errors import QueueFullError, RequestError, TextLimitError
 from djl_python_neuronx.protocol.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -377,6 +377,45 @@ def test_a_template_that_takes_one_call_gets_one(test: str) -> None:
             for parallel, one in ((True, tokenizer), (False, ChatTokenizer()))
         }
         assert len(grammars) == 1
+
+
+def test_tools_that_exceed_a_limit_are_served_unless_they_have_to_be_held(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `auto` any object is taken as arguments, and without a limit of time that suffices no grammar holds them."""
+    pytest.importorskip("llguidance", reason="enforces grammars")
+    tokenizer = ChatTokenizer()
+    function = {"name": "find", "parameters": {"description": "x" * 2**18}}
+    large, strict = (
+        {"type": "function", "function": {**function, "strict": one}} for one in (False, True)
+    )
+
+    def grammar(**more: Any) -> str | None:
+        payload = body(**{"tools": [WEATHER, large], **more})
+        return parse(payload, tokenizer=tokenizer, path="/v1/chat/completions").requests[0].grammar
+
+    assert str(grammar()).count("city") == 0
+    assert "tools_relaxed num_tools=2" in caplog.text
+    assert "city" in str(grammar(tools=[WEATHER]))
+    for more in ({"tool_choice": "required"}, {"tools": [strict]}):
+        with pytest.raises(RequestError, match=r"characters of JSON; .*Leave out tools"):
+            grammar(**more)
+
+    def fail(error: RequestError) -> None:
+        def fails(*_: object) -> str:
+            raise error
+
+        monkeypatch.setattr(tokenizer, "grammar", fails)
+
+    fail(TextLimitError("cannot be checked"))
+    assert grammar() is None
+    with pytest.raises(TextLimitError, match="tools cannot be checked"):
+        grammar(tools=[WEATHER], tool_choice="required")
+    with pytest.raises(TextLimitError, match="response_format"):
+        grammar(response_format={"type": "json_object"})
+    fail(QueueFullError("retry later"))
+    with pytest.raises(QueueFullError):
+        grammar()
 
 
 def test_routes_of_other_protocols() -> None:
