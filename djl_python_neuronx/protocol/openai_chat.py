@@ -448,6 +448,9 @@ class ChatProtocol(OpenAiProtocol):
         if use is not None and use.format.bare and use.mode == "auto" and asked(given) is not None:
             # JSON is the text then, and a call has its mark.
             use = replace(use, format=replace(use.format, bare=False))
+        if use is not None:
+            # Where no text may follow a call, a further one would have to.
+            given.min_tokens = given.min_new_tokens = given.min_length = 0
         thoughts = reasoning_format(options.reasoning_parser, tokenizer.template)
         prompt_ids = given.encode(given.messages, context)
         special = special_marks(tokenizer, use.format if use else None, thoughts)

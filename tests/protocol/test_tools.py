@@ -418,6 +418,17 @@ def test_tools_that_exceed_a_limit_are_served_unless_they_have_to_be_held(
         grammar()
 
 
+def test_a_least_length_makes_no_call() -> None:
+    for name in ("min_tokens", "min_new_tokens", "min_length"):
+        least = []
+        for more in ({}, {"tool_choice": "required"}, {"tool_choice": "none"}):
+            parsed = parse(
+                body(**{name: 9}, **more), path="/v1/chat/completions", tokenizer=ChatTokenizer()
+            )
+            least.append(parsed.requests[0].sampling.num_unending(0))
+        assert least == [0, 0, 9]
+
+
 def test_routes_of_other_protocols() -> None:
     """A chat on a route of LMI's clients is lines of JSON; `/tokenize` counts tools too."""
     written = answered(body(stream=True), CALL, path="/invocations")
