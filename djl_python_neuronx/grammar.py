@@ -54,9 +54,11 @@ _GAP = r"[ \n]{0,2}"
 """Whitespace that models write or leave out around the punctuation of a call."""
 _MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+])")
 _PUNCTUATION = re.compile(r"(\s*[][{},:;]\s*|\s+)")
+_LEAD = r"[\s\x1c-\x1f]{0,64}"
+"""Python's whitespace, as much as `protocol/reading.py` holds back (`MOST_SPACE`)."""
 _SPACE = r"[ \t\r\n]*"
 _MEMBERS = rf'(?:{_SPACE}"(?:type|id)"{_SPACE}:{_SPACE}(?:"(?:[^"\\]|\\.)*"|[0-9A-Za-z.+-]+){_SPACE},)*{_SPACE}'
-BARE = rf'{_SPACE}\{{{_MEMBERS}"name"{_SPACE}:{_SPACE}"%s"{_SPACE},{_MEMBERS}"(?:arguments|parameters)"{_SPACE}:'
+BARE = rf'{_LEAD}\{{{_MEMBERS}"name"{_SPACE}:{_SPACE}"%s"{_SPACE},{_MEMBERS}"(?:arguments|parameters)"{_SPACE}:'
 """A regex of the beginning of a call without a mark, with the name: `protocol/reading.py` reads no other one then."""
 _SPECIAL = re.compile(r"<\[\d+]>")
 _PROBED_BYTES = 128

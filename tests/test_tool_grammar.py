@@ -216,6 +216,11 @@ def test_a_call_without_a_mark_is_held_from_its_name_and_arguments_on() -> None:
     cases = {
         f' {{"type": "function", "name": "get_weather", "parameters": {BATH}}}': True,
         f'{{"id": 7, "name": "get_weather", "arguments": {BATH}}}': True,
+        f'{{"id": "{"7" * 600}",{" " * 70}"name": "get_weather", "arguments": {BATH}}}': True,
+        f'{" " * 64}{{"name": "get_weather", "arguments": {BATH}}}': True,
+        f'{" " * 65}{{"name": "get_weather", "arguments": 5}}': True,
+        '\u00a0{"name": "get_weather", "arguments": 5}': False,
+        '\x1c{"name": "get_weather", "arguments": 5}': False,
         '{"type": "function", "name": "get_weather", "parameters": {}}': False,
         '{"name": "get_weather", "id": "a\\"b", "parameters": {}}': False,
         '{"name": "get_weather", "parameters": 5}': False,
@@ -242,7 +247,7 @@ def test_a_call_without_a_mark_is_held_from_its_name_and_arguments_on() -> None:
         calls = [one.call for one in parts if isinstance(one, CallEvent)]
         read[text] = [(one.name, one.arguments) for one in calls if one.whole]
     called = {text: calls for text, calls in read.items() if calls}
-    assert called == {text: [("get_weather", BATH)] for text in [*cases][:2]}
+    assert called == {text: [("get_weather", BATH)] for text in [*cases][:4]}
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name_or_means_any_object() -> None:

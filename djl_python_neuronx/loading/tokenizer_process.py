@@ -43,8 +43,8 @@ LOAD_S = 600.0
 DECODE_S = 1.0
 """Most time to decode a few tokens, for which a stream waits; each further token adds a millisecond."""
 GRAMMAR_S = 5.0
-"""Most time to check a grammar. Those that the library's own limits allow take at most 0.5 s, and those of 512 tools 1 s
-(2 vCPU, 2026-11)."""
+"""Most time to check a grammar. Those that the library's own limits allow take at most 0.5 s, and
+those of 512 tools 1 s (2 vCPU, 2026-11)."""
 MOST_VERDICTS = 64
 """Grammars of which the verdict is kept. Each may have `grammar.MOST_CHARS` characters."""
 SLOW_S = 0.1

@@ -84,10 +84,10 @@ def json_object(text: object) -> object:
     found = text
     if isinstance(text, str):
         try:
-            # orjson is stricter, and makes floats of integers above 64 bits.
-            orjson.dumps(orjson.loads(text or "{}"))
+            # orjson is stricter, but for integers above 64 bits.
+            orjson.dumps(json.loads(text or "{}", parse_int=float, parse_constant=int))
             found = json.loads(text or "{}")
-        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        except (ValueError, TypeError, RecursionError):
             found = None
     if not isinstance(found, dict):
         expected = "an object, or a string with its JSON, nested at most 254 deep"

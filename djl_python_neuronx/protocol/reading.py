@@ -15,8 +15,6 @@ from functools import cache
 from math import inf
 from typing import Any
 
-import orjson
-
 from djl_python_neuronx.engine.detokenizer import Delta, Token
 from djl_python_neuronx.grammar import BARE
 from djl_python_neuronx.protocol.answers import (
@@ -251,8 +249,9 @@ class AnswerReader:
         one.raw[-1], self._held = text[:size], text[size:]
         if not closes:
             return (ends or closes is False) and self._cut()
-        name, arguments = _call("".join(one.raw[1:]))
-        is_free = self._is_held and not one.raw[0].strip()
+        whole = "".join(one.raw[1:])
+        name, arguments = _call(whole)
+        is_free = self._is_held and not one.raw[0].strip() and not syntax.head.match(whole)
         if name in self._names and _is_object(arguments) and not is_free:
             self._announce(name)
             self._send(arguments)
@@ -363,10 +362,13 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _is_object(text: str) -> bool:
+    """True for JSON of an object, with numbers of any size, and without halves of characters, which no answer has."""
     try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
+        found = json.loads(text, parse_int=float, parse_constant=int)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return False
+    return isinstance(found, dict)
 
 
 def new_call_id(num_chars: int | None) -> str:

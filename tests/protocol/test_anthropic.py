@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import pytest
@@ -243,6 +244,7 @@ WRITTEN: tuple[tuple[str, dict[str, Any], list[dict[str, Any]], str], ...] = (
         "tool_use",
     ),
     (CALLS.replace('{"path": "a"}', EXACT), {}, [{**USE, "input": json.loads(EXACT)}], "tool_use"),
+    (CALLS.replace('"a"', "1e400"), {}, [{**USE, "input": {"path": inf}}], "tool_use"),
     (f"{CALLS}", {"tools": []}, [{"type": "text", "text": CALLS}], "end_turn"),
     ("", {}, [], "end_turn"),
 )
