@@ -333,9 +333,9 @@ def _tools(value: Mapping[str, Any], whitespace: str | None) -> str:
         return "\n".join([f"start: {leads} {written(begin)} call end", *rules])
     text, before = _ANY, "(?s:.*)"
     if value["text"] is not None:
-        text, before = "text", r"\s*"
+        text, before = "text", ""
         rules.append(f"text: %lark {{\n{value['text']}\n}}")
-    opened = f"/{before}/? <[{special[mark]}]> | head" if mark in special else "head"
+    opened = f"{_maybe(before)} <[{special[mark]}]> | head" if mark in special else "head"
     rules += [
         f"head[lazy]: /{before}{_escaped(mark)}/",
         f"block: ({opened}) {written(begin.removeprefix(mark))} call end",
@@ -363,6 +363,10 @@ def _loose(text: str) -> str:
         for i, one in enumerate(_PUNCTUATION.split(text))
     ]
     return f"/{''.join(parts)}/"
+
+
+def _maybe(regex: str) -> str:
+    return f"/{regex}/?" if regex else ""
 
 
 def _escaped(text: str) -> str:
@@ -408,12 +412,14 @@ def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
     it has begun `inside` the prompt. `is_free`: the text may end with the reasoning.
     """
     special, rules = reasoning["special"], list[str]()
+    # Whitespace that no other text may begin with would leave the reasoning alone to follow.
+    lead = r"\s{0,64}" if is_free else ""  # `MOST_SPACE` of the reader
     for name, texts, text in (
-        ("begun", reasoning["begins"], r"\s{0,64}"),  # `MOST_SPACE` of the reader
+        ("begun", reasoning["begins"], lead),
         ("ended", reasoning["ends"], "(?s:.*)"),
     ):
         ids = [str(special[one]) for one in texts if one in special]
-        tokens = f"/{text}/? <[{','.join(ids)}]> |" if ids else ""
+        tokens = f"{_maybe(text)} <[{','.join(ids)}]> |" if ids else ""
         rules += [
             f"{name}: {tokens} {name}_text",
             f"{name}_text[lazy]: /{text}({'|'.join(map(_escaped, texts))})/",

@@ -346,3 +346,35 @@ def test_calls_and_structured_output_come_after_reasoning() -> None:
                 wrong.append((inside, given["seed"], choice))
     assert wrong == []
     assert min(thought[True], thought[False]) > 5
+
+
+def test_whitespace_at_the_beginning_is_not_the_beginning_of_reasoning() -> None:
+    """Of a model that likes to begin with lines, and would not reason by itself."""
+    service = toy_service(
+        ToyBackend(SPEC), tokenizer=MarkTokenizer(f"{FORMATS['hermes'][0]} <think>", "</think>")
+    )
+    schema = SCHEMAS["find"]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    required = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    hows: list[dict[str, Any]] = [
+        {"response_format": form},
+        required,
+        {"tools": TOOLS, "response_format": form},
+    ]
+    bias = {3 + ord("\n"): 20, 3 + ord("<"): -100, 3 + ord("h"): -100}
+    bodies = [body(i, logit_bias=bias, **hows[i % 3]) for i in range(24)]
+    try:
+        answers = chat(service, bodies)
+    finally:
+        service.close()
+    wrong = []
+    for given, answer in zip(bodies, answers, strict=True):
+        message = answer["choices"][0]["message"]
+        if "response_format" in given:
+            value = json.loads(message["content"] or "null")
+            fits = jsonschema.Draft202012Validator(schema).is_valid(value)
+        else:
+            fits = len(message.get("tool_calls", [])) == 1 and not wrong_calls(message)
+        if not fits:
+            wrong.append((given, answer["choices"]))
+    assert wrong == []
