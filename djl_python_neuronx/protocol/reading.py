@@ -1,7 +1,8 @@
 """The reader of answers: text as it comes, into reasoning, text and calls of tools.
 
 The events are the same however the text is divided into tokens, and each character is looked at a bounded number of
-times. Whitespace beside marks is part of nothing. What begins as a call and is none comes back as text.
+times. Whitespace beside marks is part of nothing, but for that between texts, once. What begins as a call and is none
+comes back as text.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ class AnswerReader:
         self._open = _Open([])
         self._held, self._drops = "", inside and separate
         """Text that no state has taken yet; True where its whitespace is left out, behind a mark."""
+        self._said, self._before, self._behind = False, "", ""
+        """True behind text; the whitespace that was left out before and behind the last call."""
         self._tokens: list[Token] = []
         self._parts: list[Part] = []
 
@@ -167,12 +170,15 @@ class AnswerReader:
         going = True
         while going:
             if self._drops:
-                self._held = self._held.lstrip()
-                self._drops = not self._held
+                kept = self._held.lstrip()
+                self._behind += self._held.removesuffix(kept)
+                self._held, self._drops = kept, not kept
             going = self._state(ends)
 
     def _emit(self, part: Part) -> None:
         """Add a part, or its text to that of the last one, with the tokens that have come since."""
+        if isinstance(part, TextEvent) and part.text:
+            part.text, self._said = self._gap() + part.text, True
         last: Any = self._parts[-1] if self._parts else None
         if isinstance(part, CallEvent) or type(last) is not type(part):
             self._parts.append(part)
@@ -181,6 +187,12 @@ class AnswerReader:
             last.text += part.text
         last.tokens += tuple(self._tokens)
         self._tokens.clear()
+
+    def _gap(self) -> str:
+        """Take the whitespace between text and what follows calls: that behind the last one, or before it."""
+        gap = (self._behind or self._before) if self._said else ""
+        self._before = self._behind = ""
+        return gap
 
     # The states. Each takes what it can from `_held`, and returns True if another one can go on with the rest.
 
@@ -196,7 +208,7 @@ class AnswerReader:
             if not self._separates:
                 self._emit(TextEvent(mark, ()))
         elif known in self._syntax.ends:
-            self._held, self._drops = rest, True
+            self._held, self._drops, self._behind = rest, True, ""
         elif mark:
             self._held = known + rest
             self._begin(mark.removesuffix(known))
@@ -225,7 +237,7 @@ class AnswerReader:
         return bool(mark)
 
     def _begin(self, mark: str) -> None:
-        self._open, self._state = _Open([mark]), self._enter
+        self._open, self._state = _Open([self._gap() + mark]), self._enter
 
     def _enter(self, ends: bool) -> bool:
         """A call up to its arguments; or all of it, if these come before its name, or in a string."""
@@ -324,7 +336,8 @@ class AnswerReader:
         if call is not None and call.whole:
             more = syntax.next if self._num_calls < self._most else ()
             self._leads, self._state = _marks((*syntax.ends, *more)), self._lead
-            self._drops = True
+            mark = self._open.raw[0]
+            self._drops, self._before = True, mark.removesuffix(mark.lstrip())
         return True
 
     def _cut(self) -> bool:

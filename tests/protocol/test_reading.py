@@ -417,6 +417,29 @@ def test_what_follows_a_call_that_breaks_off_is_read() -> None:
             assert "".join(e.text for e in events if isinstance(e, TextEvent)) == said, text
 
 
+def test_whitespace_between_texts_is_kept_once_across_calls() -> None:
+    call = '<tool_call>{"name": "f.2", "arguments": {}}\n</tool_call>'
+    other = call.replace("f.2", "no")
+    for text, kept in (
+        (f"Let me add. {call}\nThen more.", "Let me add.\nThen more."),
+        (f"One\n\n{call}two", "One\n\ntwo"),
+        (f"One{call} two", "One two"),
+        (f"One{call}two", "Onetwo"),
+        (f"One{call[:-13]} two", "One two"),
+        (f"One\n{call}\n{call} \ntwo{call} three", "One \ntwo three"),
+        (f"One\n{call}\n{call}two", "One\ntwo"),
+        (f"One {call}\n{call}", "One"),
+        (f" {call} two", "two"),
+        (f"<think>\nHm\n</think>\n\n{call}\ntwo\n{call}\n", "two"),
+        (f"<think>\nHm\n</think>\n\none{call}\n\ntwo", "one\n\ntwo"),
+        (f"One {call}\n{other}", f"One\n{other}"),
+        (f"One {call}\n{other}\ntwo", f"One\n{other}\ntwo"),
+    ):
+        for parts in ([text], [*text, ""]):
+            said = content(feed(parts, FORMATS["hermes-0"], THOUGHT["qwen3"]))
+            assert said == kept, text
+
+
 def test_arguments_come_as_they_grow() -> None:
     head, body, tail = '<tool_call>{"name": "get_weather", "arguments": ', '{"city": "Par', 'is"}}'
     events = feed([head, *body, tail], FORMATS["hermes-0"])
