@@ -79,6 +79,8 @@ class BenchedServer:
             answer = self._http.request("POST" if body else "GET", self.url + path, json=body)
             if answer.status_code == 401:
                 words = f"set --api-key or the variable {API_KEYS} to a key of the server"
+            elif answer.status_code == 404 and path == "/info":
+                words = "give the URL of `djl-neuronx serve` without option.admin_port, which moves /info elsewhere"
             elif answer.status_code != 200:
                 words = answer.text[:500]
             answer.raise_for_status()
@@ -92,7 +94,8 @@ class BenchedServer:
         found = self.ask("/info")
         models = {one["model"]: one for one in (found if isinstance(found, list) else [found])}
         name = name or (next(iter(models)) if len(models) == 1 else "")
-        facts: Mapping[str, Any] = models.get(name, {"problem": "there is no such model"})
+        problem = "there is no such model" if name else "it has to name one of several models"
+        facts: Mapping[str, Any] = models.get(name, {"problem": problem})
         if "problem" in facts:
             msg = f"--model is {name!r}: {facts['problem']}; the server has {', '.join(map(repr, models))}"
             raise ConfigError(msg)

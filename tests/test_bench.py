@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
+import httpx
 import transformers
 from sleep_device import save_tokenizer
 
@@ -111,7 +112,7 @@ def test_what_does_not_suit_is_status_1(
                 (["127.0.0.1:80"], "127.0.0.1:80/info", "http://"),
                 ([locked.url], "401", "--api-key", "DJL_NEURONX_API_KEY"),
                 ([locked.url, "--api-key", "wrong"], "401", "--api-key"),
-                ([server.url + "/nowhere"], "/nowhere/info", "404"),
+                ([server.url + "/nowhere"], "/nowhere/info", "404", "option.admin_port"),
                 ([server.url.replace("//", "//me:right@") + "/nowhere"], "/nowhere/info", "404"),
                 ([server.url, "--model", "other"], "'other'", "'toy'"),
                 ([server.url, "--prompt-tokens", "65"], "65", "64", "--prompt-tokens"),
@@ -127,6 +128,17 @@ def test_what_does_not_suit_is_status_1(
                 assert (status, told.startswith("djl-neuronx: ")) == (1, True), told
                 assert [word for word in words if word not in told] == [], told
                 assert "right" not in told
+
+
+def test_one_of_several_models_has_to_be_named() -> None:
+    models = [{"model": name} for name in ("a", "b")]
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=models))
+    with httpx.Client(transport=transport) as client:
+        server = BenchedServer("http://server", client)
+        assert server.facts("b") == models[1]
+        for name, word in (("", "it has to name one of several models"), ("c", "no such model")):
+            with pytest.raises(ConfigError, match=f"--model is '{name}': .*{word}.*'a', 'b'"):
+                server.facts(name)
 
 
 def planned(server: Running, *arguments: str) -> dict[str, Any]:

@@ -107,12 +107,15 @@ def _blocks(content: object, kinds: Sequence[str]) -> list[_Block]:
     for i, block in enumerate(found):
         kind: Any = block.get("type") if isinstance(block, dict) else json_type(block)
         fields = _FIELDS[kind].items() if kind in kinds else ()
-        if kind not in kinds or not all(isinstance(block.get(name), one) for name, one in fields):
-            needed = " or ".join([f"{one} ({', '.join(_FIELDS[one])})" for one in kinds])
+        wrong = [name for name, one in fields if not isinstance(block.get(name), one)]
+        if kind not in kinds or wrong:
+            needed = [f"{one} ({', '.join(_FIELDS[one])})".removesuffix(" ()") for one in kinds]
             expected = (
                 "a string or blocks of type {needed}, as the model reads text; block {i} is {kind}"
             )
-            shown = {"needed": needed, "i": i, "kind": str(kind)[:100]}
+            if wrong:
+                kind = f"{kind}, whose {wrong[0]} is {json_type(block.get(wrong[0]))}"
+            shown = {"needed": " or ".join(needed), "i": i, "kind": str(kind)[:100]}
             raise PydanticCustomError(EXPECTED, expected, shown)
         if kind == "tool_result":
             _blocks(block.get("content") or "", _OF_RESULT)
@@ -134,11 +137,13 @@ class MessageParam(LenientModel):
 
 
 def _custom(kind: object) -> object:
-    if kind != "custom":
+    if isinstance(kind, str) and kind != "custom":
         expected = (
-            "custom: {kind} is a tool of Anthropic's, which a model does not know; leave it out"
+            "custom, with name and input_schema beside it"
+            if kind == "function"
+            else "custom: {kind} is a tool of Anthropic's, which a model does not know; leave it out"
         )
-        raise PydanticCustomError(EXPECTED, expected, {"kind": str(kind)[:100]})
+        raise PydanticCustomError(EXPECTED, expected, {"kind": kind[:100]})
     return kind
 
 
@@ -192,12 +197,22 @@ class CountParameters(GenerationParameters):
     without_effect = OF_MESSAGES
     model: str | None = None
     max_tokens: MaybeCount = None
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[MessageParam],
+        Field(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description=f"a list of 1 to {MAX_MESSAGES} messages",
+        ),
+    ]
     system: Annotated[_Content, AfterValidator(_of_role)] = None
     stop_sequences: Strings = Field(default=[])
     stream: Flag = False
     tools: list[ToolParam] = Field(default=[])
-    tool_choice: ToolChoiceParam = ToolChoiceParam(type="auto")
+    tool_choice: ToolChoiceParam = Field(
+        default=ToolChoiceParam(type="auto"),
+        description="an object whose type is auto, any, tool or none",
+    )
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: JsonFormat | None = None

@@ -117,7 +117,12 @@ _Parts = Annotated[
 
 def _known(kind: str) -> str:
     if kind not in _NEEDED:
-        expected = "{known}; it is {kind}, and nothing is stored that an item_reference could name"
+        expected = "{known}; it is {kind}"
+        if kind == "item_reference":
+            expected += (
+                ", and nothing is stored that it could name: send the item itself, as Vercel's "
+                "@ai-sdk/openai does with store=false in providerOptions.openai"
+            )
         shown = {"known": ", ".join(_NEEDED), "kind": reprlib.repr(kind)}
         raise PydanticCustomError(EXPECTED, expected, shown)
     return kind
@@ -245,7 +250,10 @@ class ResponsesParameters(GenerationParameters):
         shared = self.model_fields_set & ChatParameters.model_fields.keys()
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         tools = []
-        for _, names, one in self.functions:
+        for i, (_, names, one) in enumerate(self.functions):
+            if not one.name:
+                msg = f"tools[{i}].name is missing or empty; expected name, description and parameters beside type"
+                raise RequestError(msg, param=f"tools[{i}].name")
             fields = one.model_dump(include={"description", "parameters", "strict"})
             given = {key: value for key, value in fields.items() if value is not None}
             tools.append({"name": _SPACE.join(names.values()), **given})
@@ -325,9 +333,11 @@ def _chat_choice(choice: object) -> object:
     match choice:
         case "none" | "auto" | "required":
             return choice
-        case {"type": "function", "name": name}:
+        case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "tools": list(tools), **more}:
+        case {"type": "allowed_tools", "tools": [dict(), *_] as tools, **more} if more.get(
+            "mode", "auto"
+        ) in ("auto", "required"):
             allowed = {"mode": more.get("mode", "auto"), "tools": [*map(_chat_choice, tools)]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     expected = 'none, auto, required, {"type": "function", "name"} or {"type": "allowed_tools", "mode", "tools"}'

@@ -75,6 +75,14 @@ _SAME = (
 
 EXPECTED = "expected"
 """Type of a validator's error whose text is what was expected."""
+_EXPECTED_TYPES = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+"""Type of pydantic's error to what was expected."""
 
 
 def _refuse(value: object) -> None:
@@ -445,7 +453,7 @@ def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOp
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # Outside the except clause: the cause would hold the value, which may be part of a prompt.
     kind, place, expected = first["type"], first["loc"], first["msg"]
-    name, value = _given(values, place)
+    name, value = _given(values, place, missing=kind == "missing")
     if kind == "unsupported" or (kind == "extra_forbidden" and place[-1] in NEUTRAL):
         msg = f"parameter {name!r} is not supported; leave it out"
         raise UnsupportedParameterError(msg, param=name)
@@ -461,10 +469,12 @@ def validated(model: type[_Model], values: Mapping[str, Any], options: ServingOp
     if kind == "missing":
         msg = f"{name} is missing"
         raise RequestError(msg, param=name)
-    # Of a value inside an object within a list the field's own description says nothing.
-    own = kind != EXPECTED and len(place) in {1, 2}
-    described = model.model_fields[str(place[0])].description if own else None
-    expected = described or expected.replace("Input should be", "").strip()
+    # Of a value inside an object the field's own description says nothing.
+    own = len(place) in {1, 2} and "." not in name and not (kind == "model_type" and "[" in name)
+    described = model.model_fields[str(place[0])].description if own and kind != EXPECTED else None
+    expected = described or _EXPECTED_TYPES.get(
+        kind, expected.replace("Input should be", "").strip()
+    )
     shown = orjson.dumps(value).decode() if isinstance(value, (int, float)) else json_type(value)
     msg = f"parameter {name!r} is {shown}; expected {expected}"
     raise RequestError(msg, param=name)
@@ -492,7 +502,9 @@ def _longest(model: type[RequestModel]) -> dict[str, int]:
     }
 
 
-def _given(values: Mapping[str, Any], place: tuple[int | str, ...]) -> tuple[str, Any]:
+def _given(
+    values: Mapping[str, Any], place: tuple[int | str, ...], *, missing: bool
+) -> tuple[str, Any]:
     """The name of a place, such as ``messages[0].role``, and the value there.
 
     pydantic's places also have names of types, which no value has.
@@ -502,6 +514,6 @@ def _given(values: Mapping[str, Any], place: tuple[int | str, ...]) -> tuple[str
         if isinstance(step, int):
             if isinstance(value, list):
                 name, value = f"{name}[{step}]", value[step]
-        elif isinstance(value, dict) and (step in value or i == len(place) - 1):
+        elif isinstance(value, dict) and (step in value or (missing and i == len(place) - 1)):
             name, value = f"{name}.{step}" if name else step, value.get(step)
     return name, value

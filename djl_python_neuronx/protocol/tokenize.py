@@ -35,7 +35,9 @@ class TokenizeBody(_Named, Conversation):
     """A prompt or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Annotated[
+        list[Message] | None, Field(min_length=1, description="a list of at least 1 message")
+    ] = None
     return_token_strs: Flag = False
     add_special_tokens: Flag = True
     """Of a prompt. A conversation has those that its template writes."""

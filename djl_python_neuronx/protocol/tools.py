@@ -175,17 +175,18 @@ def _expects(fits: Callable[[Any], Any], expected: str) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-def _may_be_object(kind: object) -> bool:
-    return "object" in kind if isinstance(kind, list) else kind == "object"
+def _of_object(schema: object) -> object:
+    """Refuse schemas of another type."""
+    kind = schema.get("type", "object") if isinstance(schema, dict) else "object"
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        expected = "a JSON schema whose type is object; its type is {kind}"
+        raise PydanticCustomError(EXPECTED, expected, {"kind": str(kind)[:100]})
+    return schema
 
 
 _OF_NAME = _expects(
     lambda name: isinstance(name, str) and re.fullmatch(NAME, name),
     "a name of 1 to 128 letters, digits and _ . : -",
-)
-_OF_OBJECT = _expects(
-    lambda schema: isinstance(schema, dict) and _may_be_object(schema.get("type", "object")),
-    "a JSON schema whose type is object",
 )
 _FUNCTION = _expects(
     lambda kind: kind == "function",
@@ -198,7 +199,7 @@ class ToolFunction(LenientModel):
 
     name: Annotated[str, _OF_NAME]
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, _OF_OBJECT] = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_of_object)] = None
     """The schema of its arguments; None: it has none."""
     strict: bool | None = None
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain, product
+from typing import Any, get_args
 
 import pytest
 
-from djl_python_neuronx.errors import UnsupportedParameterError
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.errors import RequestError, UnsupportedParameterError
+from djl_python_neuronx.protocol import PROTOCOLS
 from djl_python_neuronx.protocol.anthropic import MessagesParameters
 from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.openai_responses import ResponsesParameters
+from djl_python_neuronx.protocol.parameters import validated
 from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.protocol.tokenize import TokenizeBody
 from tests.protocol.other_servers import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, TOKENIZE
@@ -108,3 +114,22 @@ def test_a_protocols_own_fields_are_unknown_in_others(send: Any, servers: Any, m
     for name in (OF_MESSAGES | OF_RESPONSES) - model.without_effect:
         with pytest.raises(UnsupportedParameterError, match=f"unknown parameter {name!r}"):
             send({name: 1})
+
+
+def test_errors_of_any_field_are_in_plain_words() -> None:
+    """None is in pydantic's: "a valid dictionary", "instance of", "should have at least 1 item"."""
+    values = (5, 1.5, "x", [], {}, [5], ["x"], [{}], [{"type": "function"}], {"type": "x"}, True)
+    options, refused = ServingOptions(model_name="toy"), []
+    for protocol in PROTOCOLS:
+        whole = json.loads(protocol.outline.replace("{…}", "{}"))
+        given = [[one, *get_args(one)] for one in protocol.requests.values()]
+        models = [one for one in chain.from_iterable(given) if hasattr(one, "model_fields")]
+        for model, value in product(models, values):
+            for name in model.model_fields:
+                try:
+                    validated(model, {**whole, name: value}, options)
+                except RequestError as error:  # noqa: PERF203
+                    refused.append((model, value, str(error)))
+    words = re.compile(r"\bvalid |instance of|should|\(\)|literal\[|constrained|function-")
+    assert not [one for one in refused if words.search(one[-1])]
+    assert len(refused) > 2000

@@ -295,7 +295,7 @@ ITEM_ERRORS = [
     (call("f", 1, DEEP), "input[0].arguments", "nested at most 254 deep"),
     (output(1, [{"type": "input_image"}]), "input[0].output", "part 0 is 'input_image'"),
     ({"type": "web_search_call", "id": "ws_1"}, "input[0].type", "it is 'web_search_call'"),
-    ({"type": "item_reference", "id": "msg_1"}, "input[0].type", "nothing is stored"),
+    ({"type": "item_reference", "id": "i"}, "input[0].type", "store=false in providerOptions"),
     ("a", "input[0]", ""),
 ]
 ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -323,7 +323,11 @@ ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'reasoning.effort' is a string"),
     ({"tools": [SEARCH]}, "tools", "no tool is a function; the first is of type 'web_search'"),
     ({"tools": [{"name": "f"}]}, "tools[0].type", "is missing"),
-    ({"tools": [FIND, {"type": "function"}]}, "tools[1].name", "expected a name of 1 to 128"),
+    (
+        {"tools": [SEARCH, {"type": "function", "function": {"name": "f"}}]},
+        "tools[1].name",
+        "tools[1].name is missing or empty; expected name, description and parameters beside type",
+    ),
     (
         {"tools": [SEARCH, FIND, FIND]},
         "tools[2].name",
@@ -343,7 +347,8 @@ ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
         "tools[1].tools[1].name",
         "'tools[1].tools[1].name' is a string; expected a name of 1 to 128",
     ),
-    ({"tools": [{**FIND, "parameters": []}]}, "tools[0].parameters", "a JSON schema"),
+    ({"tools": [{**FIND, "parameters": []}]}, "tools[0].parameters", "expected an object"),
+    ({"tools": [{**FIND, "parameters": {"type": "array"}}]}, "tools[0].parameters", "is array"),
     ({"tools": [FIND], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g'"),
     (
         {"tools": [FIND], "tool_choice": {"type": "web_search"}},
@@ -357,6 +362,15 @@ ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
         "tool_choice",
         "with tools of type function",
     ),
+    *[
+        ({"tools": [FIND], "tool_choice": choice}, "tool_choice", '{"type": "function", "name"} or')
+        for choice in (
+            {"type": "function", "name": 5},
+            {"type": "allowed_tools", "tools": []},
+            {"type": "allowed_tools", "tools": ["auto"]},
+            {"type": "allowed_tools", "tools": [LOOK], "mode": "none"},
+        )
+    ],
 ]
 
 

@@ -308,7 +308,7 @@ def test_what_is_wrong_is_named() -> None:
         (
             {"tools": [tool(name="a", parameters={"type": "array"})]},
             "tools[0].function.parameters",
-            "type is object",
+            "its type is array",
             {},
         ),
         (
@@ -318,6 +318,7 @@ def test_what_is_wrong_is_named() -> None:
             {},
         ),
         ({"tools": {}}, "tools", "a list of at most 512 tools", {}),
+        ({"tools": [5]}, "tools[0]", "expected an object", {}),
         ({"tool_choice": named}, "tool_choice", "'no'", {}),
         (
             {"tool_choice": named, "tools": [tool(name=f"f{i}" + "x" * 100) for i in range(512)]},
