@@ -411,19 +411,20 @@ def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
     `reasoning` has the texts with which it `begins` and `ends`, the ids of `special` tokens by their text, and whether
     it has begun `inside` the prompt. `is_free`: the text may end with the reasoning.
     """
-    special, rules = reasoning["special"], list[str]()
-    # Whitespace that no other text may begin with would leave the reasoning alone to follow.
+    special, begins, ends = reasoning["special"], reasoning["begins"], reasoning["ends"]
+    # What no other text may begin with, whitespace or the first letter of a mark, leaves the reasoning alone to follow.
     lead = r"\s{0,64}" if is_free else ""  # `MOST_SPACE` of the reader
-    for name, texts, text in (
-        ("begun", reasoning["begins"], lead),
-        ("ended", reasoning["ends"], "(?s:.*)"),
+    spelled, rules = [one for one in begins if is_free or one not in special], list[str]()
+    for name, marks, texts, text in (
+        ("begun", begins, spelled, lead),
+        ("ended", ends, ends, "(?s:.*)"),
     ):
-        ids = [str(special[one]) for one in texts if one in special]
-        tokens = f"{_maybe(text)} <[{','.join(ids)}]> |" if ids else ""
-        rules += [
-            f"{name}: {tokens} {name}_text",
-            f"{name}_text[lazy]: /{text}({'|'.join(map(_escaped, texts))})/",
-        ]
+        ids = [str(special[one]) for one in marks if one in special]
+        forms = [f"{_maybe(text)} <[{','.join(ids)}]>"] if ids else []
+        if texts:
+            forms.append(f"{name}_text")
+            rules.append(f"{name}_text[lazy]: /{text}({'|'.join(map(_escaped, texts))})/")
+        rules.append(f"{name}: {' | '.join(forms)}")
     after = f"ended {_loose(' ')} body" + (f" | {_ANY}" if is_free else "")
     start = "after" if reasoning["inside"] else "begun after | body"
     return "\n".join(

@@ -319,7 +319,7 @@ def test_a_grammar_begins_behind_the_reasoning_that_a_text_may_begin_with() -> N
             begin = "" if inside else "<think>"
             for kind, (asked, good, bad) in KINDS.items():
                 given = value("hermes", "required", known) if kind == "tools" else asked
-                is_text = kind == "structural_tag" and not known  # which a tag is beside
+                is_text = kind == "structural_tag" and not known
                 grammar = checked(kind, json.dumps([given, None, reasoning]))
                 cases = {
                     good: not inside,
@@ -331,6 +331,10 @@ def test_a_grammar_begins_behind_the_reasoning_that_a_text_may_begin_with() -> N
                     f"{begin}{thought}": False,
                     bad: False,
                 }
+                if not inside:  # a special token is not spelled
+                    spelled = tokens(f"<think>{thought}</think>{good}", {})
+                    num_read = matcher(grammar, TOKENS).try_consume_tokens(spelled)
+                    assert (num_read == len(spelled)) == (kind == "structural_tag" or not known)
                 wrong += [
                     (kind, inside, bool(known), text)
                     for text, fits in cases.items()
