@@ -162,7 +162,6 @@ class Tracing:
             "gen_ai.operation.name": "text_completion" if completes else "chat",
             "gen_ai.provider.name": "djl_neuronx",
             "gen_ai.request.model": self._model,
-            "gen_ai.response.id": request.request_id,
             "gen_ai.response.finish_reasons": [end.reason for end in ends],
             "gen_ai.usage.input_tokens": sum(prompts.values()),
             "gen_ai.usage.output_tokens": sum(one.text.num_generated for one in streams),

@@ -187,10 +187,7 @@ def test_a_request_is_a_span_with_its_phases_below_the_clients(collector: Collec
     assert begun_ns <= root.times[0]
     assert queue.times[1] <= prefilling_ns <= prefill.times[1]
     assert decode.times[0] < decode.times[1] <= ended_ns
-    found = root.attributes
-    request_id = found.pop("gen_ai.response.id")
-    assert request_id.startswith("r")
-    assert found == {
+    assert root.attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "djl_neuronx",
         "gen_ai.request.model": "toy",

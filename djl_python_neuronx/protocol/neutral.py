@@ -52,9 +52,7 @@ _OF_MESSAGES = (
     "anthropic_beta anthropic_version betas cache_control context_management diagnostics inference_geo speed "
     "user_profile_id"
 )
-_OF_RESPONSES = (
-    "access_programs background_options client_metadata context_management image max_tool_calls"
-)
+_OF_RESPONSES = "access_programs background_options client_metadata context_management image"
 NEUTRAL: Mapping[str, Sequence[object]] = {
     name: orjson.loads(values)
     for values, names in (line.split(" | ") for line in _FIELDS.split("\n") if line)

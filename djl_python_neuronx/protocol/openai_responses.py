@@ -88,7 +88,7 @@ _KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 """Type of an item of the output to the beginning of its id, the name of its events, and its fields."""
 _SHOWN = (
     *("instructions", "tool_choice", "parallel_tool_calls", "top_logprobs", "max_output_tokens"),
-    *("truncation", "metadata", "user", "safety_identifier"),
+    *("truncation", "metadata", "user", "safety_identifier", "prompt_cache_key", "max_tool_calls"),
 )
 """Fields of a request that its answer has."""
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -224,6 +224,8 @@ class ResponsesParameters(GenerationParameters):
     top_logprobs: Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: MaybeObject = Field(default={})
+    prompt_cache_key: Any = None
+    max_tool_calls: Any = None
     background: _Stored = None
     conversation: _Stored = None
     previous_response_id: _Stored = None
@@ -465,7 +467,7 @@ class ResponsesShape(ChatShape):
             "tools": [one.shown() for one in asked.tools if one.type in _TOOLS],
             "text": {"format": {"type": "text"}, **asked.text.model_dump(exclude_none=True)},
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-            **dict.fromkeys(("previous_response_id", "prompt_cache_key", "max_tool_calls")),
+            "previous_response_id": None,
             **dict.fromkeys(("background", "store"), False),
             "service_tier": "default",
         }

@@ -32,7 +32,7 @@ class Page:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         is_page = scope["path"] == "/" and scope["method"] in {"GET", "HEAD"}
-        if is_page and "text/html" in Headers(scope=scope).get("accept", ""):
+        if is_page and "text/html" in Headers(scope=scope).get("accept", "").lower():
             await self._response(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -370,6 +370,21 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Callable[..., Any]) -> No
         expect(other.locator("#state")).to_have_text("This server needs an API key.")
 
 
+def test_the_first_message_may_come_before_the_names_of_models(visit: Callable[..., Any]) -> None:
+    models = [Model(name) for name in ("a", "b")]
+    for name, model in zip(("a", "b"), models, strict=True):
+        model.service = toy_service(ToyBackend(TOY_SPEC), model_name=name)
+    with several(*models) as server:
+
+        def unseen(page: Any) -> None:  # the first look never ends
+            page.route("**/ping", lambda _: None)
+
+        page = visit(server.url, before=unseen)
+        ask(page, "<5>")
+        answered(page)
+        expect(page.locator("#model option")).to_have_text(["a", "b"])
+
+
 def test_without_metrics_on_this_port_it_still_chats(visit: Callable[..., Any]) -> None:
     with serving() as server:
 

@@ -461,6 +461,14 @@ def test_answers_have_items(text: str, num_top: int | None) -> None:
                 assert b"q" not in found
 
 
+def test_what_a_request_says_of_itself_comes_back() -> None:
+    sent = {"metadata": {"a": "b"}, "prompt_cache_key": "k", "max_tool_calls": 3, "user": "u"}
+    given = {"input": "<5>", "instructions": "Be brief.", "truncation": "auto", **sent}
+    found = json.loads(answered(given, "a", path=PATH))
+    assert {name: found[name] for name in sent} == sent
+    assert (found["instructions"], found["truncation"]) == ("Be brief.", "auto")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_deepest_body_is_answered(stream: bool) -> None:
     """An answer has parts of the body, in a stream within further objects."""

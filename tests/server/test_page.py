@@ -54,6 +54,7 @@ def test_a_browser_gets_it_and_all_others_what_they_got(server: Running) -> None
     assert (found.status_code, found.text) == (200, TEXT)
     assert found.headers["content-type"] == "text/html; charset=utf-8"
     assert found.headers["vary"] == "accept"
+    assert http.get(server.url, headers={"accept": "TEXT/HTML"}).text == TEXT
     assert found.headers["x-content-type-options"] == "nosniff"
     assert found.headers["referrer-policy"] == "no-referrer"
     head = http.head(server.url, headers=BROWSER)
