@@ -32,8 +32,10 @@ from djl_python_neuronx.types import Tokenizer
 
 MAX_TOOLS = 512
 _MARK = re.compile(r"<[^>]*>|\[[A-Z_]+\]")
-_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*(?:[!=]=|>)\s*1\b")
-"""A test in templates that refuse messages with several calls: those of Llama 3.1 to 3.3."""
+_ONE_CALL = re.compile(
+    r"tool_calls['\"\])]*\s*\|\s*length\s*\)?\s*(?:[!=]=|>)\s*1\b[\s\S]{0,99}raise_exception"
+)
+"""The test by which templates refuse messages with several calls: those of Llama 3.1 to 3.3."""
 
 
 @dataclass(frozen=True)

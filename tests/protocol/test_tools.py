@@ -357,7 +357,9 @@ def test_a_choice_limits_the_calls() -> None:
     assert called(tool_choice="none") == []
 
 
-@pytest.mark.parametrize("test", ["not message.tool_calls|length == 1", "tool_calls | length > 1"])
+@pytest.mark.parametrize(
+    "test", ["not message.tool_calls|length == 1", "message['tool_calls'] | length > 1"]
+)
 def test_a_template_that_takes_one_call_gets_one(test: str) -> None:
     """The next turn has the answer as its history."""
     refusal = (
