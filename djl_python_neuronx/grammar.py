@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that have no other escape. Of a text that has one the library leaves it out in silence."""
 _WRITTEN = re.compile(
     r"\\(?:x[01]|x7[Ff]|u00[01]|u007[Ff]|[xu]\{|[acv0-7]|p(?:C|\{(?:Cc?|Control|Other)\}))|\[:(?:\^|cntrl)"
-    r"|[\x00-\x07\x0b\x0e-\x1f\x7f]"
+    rf"|{_CONTROL.pattern}"
 )
 """Control characters in a regex, and classes of them by name."""
 _PATTERN = re.compile(
@@ -227,7 +227,7 @@ def _read(schema: Any, keyword: str = "") -> Any:  # noqa: ANN401
         }
     if isinstance(schema, str) and keyword == "pattern":
         return _pattern(schema)
-    if isinstance(schema, str) and keyword in ("const", "enum") and _CONTROL.search(schema):
+    if isinstance(schema, str) and keyword in _VALUES and _CONTROL.search(schema):
         _refuse_control(keyword)
     # 2.0 is an integer in JSON schemas, and not in the library.
     return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
@@ -357,7 +357,7 @@ def _loose(text: str) -> str:
     if _MARK.fullmatch(text):
         return f"/{_escaped(text)}/"
     if not text.strip():
-        return f"/{_GAP.replace('0', '1')}/?"
+        return r"/[ \n]{1,2}/?"  # as `_GAP`: a lexeme is not empty
     parts = [
         f"{_GAP}{_escaped(one.strip())}{_GAP}" if i % 2 else _escaped(one)
         for i, one in enumerate(_PUNCTUATION.split(text))

@@ -111,8 +111,7 @@ _SWITCHES_OFF = """
     aggregate_engine_logging allow_credentials allow_deprecated_quantization calculate_kv_scales
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb disable_cascade_attn disable_chunked_mm_input
     disable_fastapi_docs disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization disable_sliding_window
-    disable_uvicorn_access_log
-    enable_dbo enable_eplb enable_expert_parallel enable_force_include_usage
+    disable_uvicorn_access_log enable_dbo enable_eplb enable_expert_parallel enable_force_include_usage
     enable_layerwise_nvtx_tracing enable_log_outputs enable_log_requests enable_logging_iteration_details
     enable_mfu_metrics enable_mm_embeds enable_offline_docs enable_prompt_embeds enable_prompt_tokens_details
     enable_request_id_headers enable_return_routed_experts enable_server_load_tracking enable_sleep_mode
@@ -121,14 +120,13 @@ _SWITCHES_OFF = """
     mm_encoder_only ray_workers_use_nsight return_tokens_as_token_ids skip_mm_profiling skip_tokenizer_init
     specialize_active_lora tokens_only trust_request_chat_template
 """
+_SWITCHES = """
+    async_scheduling disable_frontend_multiprocessing enable_auto_tool_choice enable_flashinfer_autotune
+    enable_log_deltas exclude_tools_when_tool_choice_none use_tqdm_on_load
+"""
 NEUTRAL: Final = {
     **dict.fromkeys(_SWITCHES_OFF.split(), ("false",)),
-    **dict.fromkeys(
-        ("enable_auto_tool_choice", "exclude_tools_when_tool_choice_none"), ("false", "true")
-    ),
-    **dict.fromkeys(("async_scheduling", "disable_frontend_multiprocessing"), ("false", "true")),
-    **dict.fromkeys(("enable_flashinfer_autotune", "enable_log_deltas"), ("false", "true")),
-    "use_tqdm_on_load": ("false", "true"),
+    **dict.fromkeys(_SWITCHES.split(), ("false", "true")),
     **{
         name: tuple(values.split())
         for name, values in {

@@ -80,13 +80,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._skips = request.skips_special
-        self._detokenizer = make_detokenizer(
-            request.prompt_ids,
-            tokenizer,
-            skip=self._skips,
-            spaces=request.spaces_special,
-            shown_ids=request.shown_ids,
-        )
+        self._detokenizer = _make_detokenizer(request, tokenizer)
         self._min_tokens = request.sampling.num_unending(len(request.prompt_ids))
         self._stops = [_StopString(text) for text in request.stop_strings if text]
         found = {tokenizer.special_id(text): text for text in request.stop_strings}
@@ -94,7 +88,7 @@ class TextStream:
             token_id: text for token_id, text in found.items() if token_id is not None
         }
         """Special tokens that are stop strings, with their text."""
-        self._shown_ids = request.stop_token_ids if request.include_stop else frozenset()
+        self._shown_ends = request.stop_token_ids if request.include_stop else frozenset()
         self._held = ""
         self.num_generated = 0
         """Tokens fed so far, up to a stop string."""
@@ -122,7 +116,7 @@ class TextStream:
         last = len(ids) - 1 if reason is not None else -1
         for i, token_id in enumerate(ids):
             ends = i == last and reason is FinishReason.EOS
-            special = token_id in self._special_ids or (ends and token_id not in self._shown_ids)
+            special = token_id in self._special_ids or (ends and token_id not in self._shown_ends)
             skipped = self._skips and token_id not in self._request.shown_ids
             hidden = special and (skipped or (ends and not self._request.include_stop))
             shown = "" if hidden else self._detokenizer.feed(token_id)
@@ -268,22 +262,13 @@ class Detokenizer(Protocol):
         """Remaining text at the end: an incomplete character becomes U+FFFD."""
 
 
-def make_detokenizer(
-    prompt_ids: Sequence[int],
-    tokenizer: Tokenizer,
-    *,
-    skip: bool = True,
-    spaces: bool = False,
-    shown_ids: frozenset[int] = frozenset(),
-) -> Detokenizer:
-    """The cheapest detokenizer for a tokenizer. The prompt's text and its text together equal `Tokenizer.decode`.
-
-    `shown_ids`: see `GenerationRequest`.
-    """
-    shown_ids = shown_ids if skip else tokenizer.special_ids
+def _make_detokenizer(request: GenerationRequest, tokenizer: Tokenizer) -> Detokenizer:
+    """The cheapest detokenizer for a tokenizer. The prompt's text and its text together equal `Tokenizer.decode`."""
+    ids, spaces = request.prompt_ids, request.spaces_special
+    shown_ids = request.shown_ids if request.skips_special else tokenizer.special_ids
     if tokenizer.pieces is None:
-        return _WindowDetokenizer(prompt_ids, tokenizer, shown_ids, spaces=spaces)
-    return _TableDetokenizer(prompt_ids, tokenizer, tokenizer.pieces, shown_ids)
+        return _WindowDetokenizer(ids, tokenizer, shown_ids, spaces=spaces)
+    return _TableDetokenizer(ids, tokenizer, tokenizer.pieces, shown_ids)
 
 
 class _TableDetokenizer:

@@ -120,8 +120,8 @@ class TokenizerProcess(TokenTable):
     def grammar(self, kind: str, text: str) -> str:
         """See `Tokenizer`; in addition raises `TextLimitError` and `BackendUnavailableError`.
 
-        The verdicts on the last grammars are kept, so that clients that send one with each request wait once; who comes
-        meanwhile waits for the same verdict.
+        The verdicts on the last grammars are kept, so that clients that send one with each request wait once: one that
+        comes meanwhile waits for the same verdict.
         """
         key, mine = (kind, text), Future[tuple[str | None, str]]()
         with self._keeping:
@@ -135,8 +135,7 @@ class TokenizerProcess(TokenTable):
                 mine.set_result(self._call(limit_s, "grammar", key, None))
             except BaseException as error:
                 with self._keeping:
-                    if self._verdicts.get(key) is mine:
-                        del self._verdicts[key]
+                    self._verdicts.pop(key, None)
                 mine.set_exception(error)
                 raise
         code, made = verdict.result()

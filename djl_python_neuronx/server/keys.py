@@ -94,12 +94,11 @@ class KeyCheck:
         for name, value in headers:
             scheme, _, key = value.partition(b" ")
             if name == _OTHER:
-                scheme, key = b"bearer", value
-            elif name != b"authorization":
+                key = value
+            elif name != b"authorization" or scheme.lower() != b"bearer":
                 continue
-            if scheme.lower() == b"bearer":
-                sent = _digest(key.strip())
-                for digest in self._digests:
-                    if hmac.compare_digest(sent, digest):
-                        found = digest
+            sent = _digest(key.strip())
+            for digest in self._digests:
+                if hmac.compare_digest(sent, digest):
+                    found = digest
         return found
