@@ -64,34 +64,34 @@ class Planned(NamedTuple):
 
 
 class BenchedServer:
-    """A running server. Its methods raise ConfigError with the route, and the server's words if it refuses."""
+    """A running server. Its methods raise ConfigError with the route, and the server's error if it refuses."""
 
     def __init__(self, url: str, http: httpx.Client) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = http
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
         """Return the JSON of a GET, or of a POST of `body`."""
         import httpx
 
-        words = "start a server with `djl-neuronx serve`, or give the URL of a running one"
+        advice = "start a server with `djl-neuronx serve`, or give the URL of a running one"
         try:
             answer = self._http.request("POST" if body else "GET", self.url + path, json=body)
             if answer.status_code == 401:
-                words = f"set --api-key or the variable {API_KEYS} to a key of the server"
+                advice = f"set --api-key or the variable {API_KEYS} to a key of the server"
             elif answer.status_code == 404 and path == "/info":
-                words = "give the URL of `djl-neuronx serve` without option.admin_port, which moves /info elsewhere"
+                advice = "give the URL of `djl-neuronx serve` without option.admin_port, which moves /info elsewhere"
             elif answer.status_code != 200:
-                words = answer.text[:500]
+                advice = answer.text[:500]
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            msg = f"{self.url}{path}: {str(error).partition(chr(10))[0]}; {words}"
+            msg = f"{self.url}{path}: {str(error).partition(chr(10))[0]}; {advice}"
             raise ConfigError(redacted(msg)) from error
 
     def facts(self, name: str) -> Mapping[str, Any]:
-        """Return what `/info` has of a model; of the only one for an empty name."""
-        found = self.ask("/info")
+        """Return the facts of a model in `/info`. An empty name is that of the server's only model."""
+        found = self.request("/info")
         models = {one["model"]: one for one in (found if isinstance(found, list) else [found])}
         name = name or (next(iter(models)) if len(models) == 1 else "")
         problem = "there is no such model" if name else "it has to name one of several models"
@@ -106,9 +106,9 @@ class BenchedServer:
         draw = random.Random(seed)  # noqa: S311
         for _ in range(MOST_TRIES):
             text = " ".join(draw.choices(WORDS, k=num_tokens))
-            pieces = self.ask("/tokenize", {"model": model, "inputs": text})
+            pieces = self.request("/tokenize", {"model": model, "inputs": text})
             text = text[: pieces[num_tokens - 1]["stop"]].rstrip()
-            counted = self.ask("/tokenize", {"model": model, "prompt": text})["count"]
+            counted = self.request("/tokenize", {"model": model, "prompt": text})["count"]
             if text and counted == num_tokens:
                 return text
         msg = f"found no text of {num_tokens} tokens, special ones included; set --prompt-tokens to another length"
@@ -119,7 +119,7 @@ class BenchedServer:
         given = {"model": model, "prompt": self.prompt(model, request.prompt_tokens, 0)}
         body = {**given, "max_tokens": request.output_tokens, "ignore_eos": True}
         began_s = time.monotonic()
-        self.ask("/v1/completions", body)
+        self.request("/v1/completions", body)
         return time.monotonic() - began_s
 
     def rows(self, model: str, requests: Sequence[Planned]) -> dict[str, list[Any]]:

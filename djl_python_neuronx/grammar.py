@@ -48,21 +48,26 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _VALUES = frozenset({"const", "enum"})
 """Keywords that have JSON, not schemas."""
 _NOTES = frozenset({"title", "description", "default", "example", "examples", "$comment"})
-"""Keywords that allow any text what it is allowed without them."""
+"""Keywords that have no effect on what fits a schema."""
 _ANY = "/(?s:.*)/"
 _GAP = r"[ \n]{0,2}"
 """Whitespace that models write or leave out around the punctuation of a call."""
 _MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+])")
+"""A mark of a call, such as <tool_call> or [TOOL_CALLS]."""
 _PUNCTUATION = re.compile(r"(\s*[][{},:;]\s*|\s+)")
 _LEAD = r"[\s\x1c-\x1f]{0,64}"
 """Python's whitespace, as much as `protocol/reading.py` holds back (`MOST_SPACE`)."""
 _SPACE = r"[ \t\r\n]*"
+"""JSON's whitespace."""
 _MEMBERS = rf'(?:{_SPACE}"(?:type|id)"{_SPACE}:{_SPACE}(?:"(?:[^"\\]|\\.)*"|[0-9A-Za-z.+-]+){_SPACE},)*{_SPACE}'
 BARE = rf'{_LEAD}\{{{_MEMBERS}"name"{_SPACE}:{_SPACE}"%s"{_SPACE},{_MEMBERS}"(?:arguments|parameters)"{_SPACE}:'
 """A regex of the beginning of a call without a mark, with the name: `protocol/reading.py` reads no other one then."""
 _SPECIAL = re.compile(r"<\[\d+]>")
+"""A special token in Lark."""
 _PROBED_BYTES = 128
+"""Length of the text that `_probe` goes along."""
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
+"""The line and column in an error of the library."""
 
 
 @cache
@@ -182,6 +187,7 @@ def _probe(grammar: str, begins: Sequence[str] = ("",)) -> None:
         for turn in range(_PROBED_BYTES):
             if compiled.is_error() or compiled.is_stopped():
                 break
+            # A byte that may follow, in each turn another one: `bits` has a digit for each byte.
             bits = f"{int.from_bytes(compiled.compute_bitmask(), 'little'):b}"[:-257:-1]
             found = (bits + bits).find("1", turn * 7919 % len(bits))
             if found < 0 or compiled.is_error():
@@ -291,13 +297,12 @@ def _structural_tag(value: Any, whitespace: str | None) -> str:  # noqa: ANN401
     tag = _library().StructTag
     tags = [
         tag(
-            trigger=next(one for one in found["triggers"] if begin.startswith(one)),
-            begin=begin,
+            trigger=next(one for one in found["triggers"] if structure["begin"].startswith(one)),
+            begin=structure["begin"],
             grammar=_schema(structure["schema"], whitespace),
             end=structure["end"],
         )
         for structure in found["structures"]
-        for begin in [structure["begin"]]
     ]
     grammar: str = tag.to_grammar(tags, assume_special=False)
     return grammar
@@ -413,7 +418,7 @@ def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
     """
     special, begins, ends = reasoning["special"], reasoning["begins"], reasoning["ends"]
     # What no other text may begin with, whitespace or the first letter of a mark, leaves the reasoning alone to follow.
-    lead = r"\s{0,64}" if is_free else ""  # `MOST_SPACE` of the reader
+    lead = _LEAD if is_free else ""
     spelled, rules = [one for one in begins if is_free or one not in special], list[str]()
     for name, marks, texts, text in (
         ("begun", begins, spelled, lead),

@@ -63,11 +63,11 @@ class Service:
         """
         self.options = options
         self.metrics: Metrics = Metrics() if before is None else before.metrics
-        self.tracing: Tracing | None = None
+        self._tracing: Tracing | None = None
         if options.otlp_traces_endpoint is not None:
             name = options.model_names[0]
-            self.tracing = Tracing(options.otlp_traces_endpoint, name, environment())
-        self._recorder = Recorder(self.metrics, self.tracing)
+            self._tracing = Tracing(options.otlp_traces_endpoint, name, environment())
+        self._recorder = Recorder(self.metrics, self._tracing)
         self.defaults: Mapping[str, Any] = {}
         """Parameters of OpenAI's requests that set none; set before requests come."""
         self.loop = Replicas(
@@ -244,8 +244,8 @@ class Service:
     def stop(self, drain_s: float = 0.0, join_s: float = JOIN_S) -> bool:
         """Close the copies, see `Replicas.close`, and export what is left of the traces."""
         closed = self.loop.close(drain_s, join_s)
-        if self.tracing is not None:
-            self.tracing.close()
+        if self._tracing is not None:
+            self._tracing.close()
         return closed
 
     def close(self, drain_s: float = 0.0) -> None:

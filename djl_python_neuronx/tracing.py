@@ -85,7 +85,7 @@ class Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         reports = logging.getLogger("opentelemetry")
-        reports.handlers, reports.propagate = [_Seldom()], False
+        reports.handlers, reports.propagate = [_RareWarnings()], False
         exporter = exporter_type(endpoint=endpoint)
         ours = Resource({"service.name": "djl-neuronx"})
         resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
@@ -178,8 +178,8 @@ class Tracing:
         }
 
 
-class _Seldom(logging.Handler):
-    """Logs a warning for what OpenTelemetry reports, such as a collector that is down, and not each time."""
+class _RareWarnings(logging.Handler):
+    """Logs what OpenTelemetry reports, such as a collector that is down, at most once in `WARNING_S`."""
 
     next_s = 0.0
 

@@ -22,8 +22,8 @@ from djl_python_neuronx.server.responses import error_response
 MISSING = (
     "no valid API key; send one as the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
 )
-_OTHER = b"x-api-key"
-"""Anthropic's header for keys."""
+_OPENAI, _ANTHROPIC = b"authorization", b"x-api-key"
+"""Headers for keys: with the scheme Bearer, and the key alone."""
 _KEY = re.compile(rb"[\x21-\x7e]+")
 
 
@@ -78,8 +78,8 @@ class KeyCheck:
         """See ASGI."""
         digest = self._admitted(scope["headers"])
         if digest is not None:
-            others = [one for one in scope["headers"] if one[0] not in (b"authorization", _OTHER)]
-            headers = [*others, (b"authorization", b"Bearer " + digest.hex().encode())]
+            others = [one for one in scope["headers"] if one[0] not in (_OPENAI, _ANTHROPIC)]
+            headers = [*others, (_OPENAI, b"Bearer " + digest.hex().encode())]
             scope = {**scope, "headers": headers}
         if scope["path"] in PROBES or digest is not None:
             await self._app(scope, receive, send)
@@ -93,9 +93,9 @@ class KeyCheck:
         found = None
         for name, value in headers:
             scheme, _, key = value.partition(b" ")
-            if name == _OTHER:
+            if name == _ANTHROPIC:
                 key = value
-            elif name != b"authorization" or scheme.lower() != b"bearer":
+            elif name != _OPENAI or scheme.lower() != b"bearer":
                 continue
             sent = _digest(key.strip())
             for digest in self._digests:

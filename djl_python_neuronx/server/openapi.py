@@ -135,4 +135,4 @@ def _content(bodies: Iterable[_Types], schemas: _Schemas) -> dict[str, Any]:
 
 def _phrase(status: int) -> str:
     own = {499: "Client Closed Request", 529: "Overloaded"}
-    return own[status] if status in own else HTTPStatus(status).phrase
+    return own.get(status) or HTTPStatus(status).phrase
