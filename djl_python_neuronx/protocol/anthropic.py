@@ -30,10 +30,10 @@ from djl_python_neuronx.protocol.answers import (
     StartEvent,
     TextEvent,
 )
-from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, WireProtocol
+from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest
 from djl_python_neuronx.protocol.neutral import OF_MESSAGES
 from djl_python_neuronx.protocol.openai_chat import (
-    MAX_MESSAGES,
+    SOME_MESSAGES,
     ChatParameters,
     ChatProtocol,
     Effort,
@@ -51,7 +51,7 @@ from djl_python_neuronx.protocol.parameters import (
     validated,
 )
 from djl_python_neuronx.protocol.tokenize import Ready
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import FinishReason
 
 _FIELDS: Mapping[str, Mapping[str, type]] = {
     "text": {"text": str},
@@ -122,18 +122,18 @@ def _blocks(content: object, kinds: Sequence[str]) -> list[_Block]:
     return found
 
 
-_Content = Annotated[Any, WithJsonSchema({"type": ["string", "array"]})]
-
-
 def _of_role(content: object, info: ValidationInfo) -> list[_Block]:
     return _blocks(content, _OF_ROLE[info.data.get("role", "system")])
+
+
+_Content = Annotated[Any, AfterValidator(_of_role), WithJsonSchema({"type": ["string", "array"]})]
 
 
 class MessageParam(LenientModel):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[_Content, AfterValidator(_of_role)]
+    content: _Content
 
 
 def _custom(kind: object) -> object:
@@ -197,15 +197,8 @@ class CountParameters(GenerationParameters):
     without_effect = OF_MESSAGES
     model: str | None = None
     max_tokens: MaybeCount = None
-    messages: Annotated[
-        list[MessageParam],
-        Field(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description=f"a list of 1 to {MAX_MESSAGES} messages",
-        ),
-    ]
-    system: Annotated[_Content, AfterValidator(_of_role)] = None
+    messages: Annotated[list[MessageParam], SOME_MESSAGES]
+    system: _Content = None
     stop_sequences: Strings = Field(default=[])
     stream: Flag = False
     tools: list[ToolParam] = Field(default=[])
@@ -379,7 +372,7 @@ class MessagesShape(Shape):
         self,
         given: ChatParameters,
         context: ParseContext,
-        requests: Sequence[GenerationRequest],  # noqa: ARG002
+        *_requests: object,
         **_more: object,
     ) -> None:
         """The arguments are those of `OpenAiShape`."""
@@ -494,20 +487,10 @@ def answer_error(error: ServingError) -> tuple[int, ErrorBody]:
     return status, {"type": "error", "error": {"type": kind, "message": text, **more}}
 
 
-class _Chat(ChatProtocol):
-    """OpenAI's chat with the streams of this protocol."""
-
-    name = "anthropic"
-
-    def stream_form(self, context: ParseContext) -> str:  # noqa: ARG002
-        """See `OpenAiProtocol`."""
-        return "events"
-
-
-class MessagesProtocol(WireProtocol):
+class MessagesProtocol(ChatProtocol):
     """Messages."""
 
-    name = _Chat.name
+    name = "anthropic"
     outline = '{"max_tokens": 100, "messages": [{"role": "user", "content": "…"}]}'
     key = "messages"
     paths = ("/v1/messages",)
@@ -518,6 +501,10 @@ class MessagesProtocol(WireProtocol):
     }
     error = ErrorBody
     answer_error = staticmethod(answer_error)
+
+    def stream_form(self, context: ParseContext) -> str:  # noqa: ARG002
+        """See `OpenAiProtocol`."""
+        return "events"
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
         """See `WireProtocol`. True for nothing that is a chat of OpenAI's."""
@@ -540,7 +527,7 @@ class MessagesProtocol(WireProtocol):
 
     def answered(self, chat: ChatParameters, context: ParseContext) -> ParsedRequest:
         """The request of a chat, with the answer's formatter."""
-        return _Chat().parse_chat(chat, context, MessagesShape)
+        return self.parse_chat(chat, context, MessagesShape)
 
 
 class CountProtocol(MessagesProtocol):

@@ -247,7 +247,7 @@ class OpenAiShape(Shape):
             self._body["usage"] = None
         self._counts_on = wanted.include_usage and wanted.continuous_usage_stats
         self._requests, self._ended = requests, list[Answer]()
-        self._done = [orjson.Fragment(b"[DONE]")] if stream == "sse" else []
+        self._done = [orjson.Fragment(b"[DONE]")] if stream in {"sse", "events"} else []
 
     @abstractmethod
     def choice(self, answer: Answer, index: int, logprobs: _Logprobs, reason: str) -> _Choice:
@@ -367,14 +367,22 @@ def _usage(num_prompt_tokens: int, num_tokens: int) -> Usage:
 class OpenAiProtocol(WireProtocol):
     """An endpoint."""
 
-    error = OpenAiErrorBody
+    error: Any = OpenAiErrorBody
     shape: type[OpenAiShape]
 
     def stream_form(self, context: ParseContext) -> str:
-        """The form of a stream, see `FRAMES`."""
-        return _stream(context)
+        """The form of a stream, see `FRAMES`. LMI's clients, which use other routes, read lines of JSON.
 
-    def answer_error(self, error: ServingError) -> tuple[int, OpenAiErrorBody]:
+        Through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
+        """
+        headers = context.headers
+        named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
+        accepts = "text/event-stream" in headers.get("accept", "")
+        chosen = context.options.output_formatter in {"sse", "sse_chat"}
+        is_sse = context.path.startswith("/v1/") or named or accepts or chosen
+        return "sse" if is_sse else "jsonlines"
+
+    def answer_error(self, error: ServingError) -> tuple[int, Mapping[str, Any]]:
         """See `WireProtocol`."""
         status, body = answer_error(error)
         if getattr(error, "param", None) == PROMPT:
@@ -444,7 +452,7 @@ class OpenAiProtocol(WireProtocol):
         )
         stream = self.stream_form(context) if given.stream else None
         make_shape = shape or self.shape
-        made = make_shape(
+        writer = make_shape(
             given, context, requests, count=count, with_logprobs=with_logprobs, stream=stream
         )
         decode = partial(context.tokenizer.decode, skip=given.skip_special_tokens)
@@ -463,18 +471,5 @@ class OpenAiProtocol(WireProtocol):
             )
             for i, request in enumerate(requests)
         ]
-        formatter = AnswerFormatter([answers], made, stream=stream)
+        formatter = AnswerFormatter([answers], writer, stream=stream)
         return ParsedRequest(requests, formatter, stream=given.stream)
-
-
-def _stream(context: ParseContext) -> str:
-    """The form of a stream, see `FRAMES`. LMI's clients, which use other routes, read lines of JSON.
-
-    Through DJL Serving the route is unknown, but the clients of OpenAI and huggingface_hub name themselves.
-    """
-    headers = context.headers
-    named = "x-stainless-lang" in headers or "hf_hub/" in headers.get("user-agent", "")
-    accepts = "text/event-stream" in headers.get("accept", "")
-    chosen = context.options.output_formatter in {"sse", "sse_chat"}
-    is_sse = context.path.startswith("/v1/") or named or accepts or chosen
-    return "sse" if is_sse else "jsonlines"

@@ -20,6 +20,7 @@ from djl_python_neuronx.errors import RequestError, json_type
 from djl_python_neuronx.protocol.answers import (
     Answer,
     ArgumentsEvent,
+    Call,
     CallEvent,
     Event,
     ReasoningEvent,
@@ -56,6 +57,9 @@ from djl_python_neuronx.protocol.tools import (
 from djl_python_neuronx.types import Rendering
 
 MAX_MESSAGES = 8192
+SOME_MESSAGES: Any = Field(
+    min_length=1, max_length=MAX_MESSAGES, description=f"a list of 1 to {MAX_MESSAGES} messages"
+)
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 """Types of parts that are text; the longer names are those of OpenAI's responses."""
 _FOR_TEMPLATE = {"role", "content", "name", "tool_calls", "tool_call_id"}
@@ -95,13 +99,21 @@ def json_object(text: object) -> object:
     return found
 
 
+Content = Annotated[
+    Any, BeforeValidator(content_parts), WithJsonSchema({"type": ["string", "array"]})
+]
+"""A text, or parts that are text."""
+Arguments = Annotated[
+    dict[str, Any], BeforeValidator(json_object), WithJsonSchema({"type": ["string", "object"]})
+]
+"""Those of a call in the history."""
+
+
 class Function(LenientModel):
     """A call in the history."""
 
     name: str
-    arguments: Annotated[
-        dict[str, Any], BeforeValidator(json_object), WithJsonSchema({"type": ["string", "object"]})
-    ]
+    arguments: Arguments
 
 
 class ToolCall(LenientModel):
@@ -116,9 +128,7 @@ class Message(LenientModel):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[
-        Any, BeforeValidator(content_parts), WithJsonSchema({"type": ["string", "array", "null"]})
-    ] = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -204,14 +214,7 @@ class Conversation(ToolFields):
 class ChatParameters(Conversation, OpenAiParameters):
     """A request."""
 
-    messages: Annotated[
-        list[Message],
-        Field(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description=f"a list of 1 to {MAX_MESSAGES} messages",
-        ),
-    ]
+    messages: Annotated[list[Message], SOME_MESSAGES]
     max_completion_tokens: MaybeCount = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")] = 0
@@ -321,12 +324,9 @@ class ChatCompletionChunk(AnswerFields):
     usage: NotRequired[Usage | None]
 
 
-def _call_delta(event: CallEvent | ArgumentsEvent) -> AnswerCall:
-    call = event.call
-    if isinstance(event, ArgumentsEvent):
-        return {"index": call.index, "function": {"arguments": event.text}}
-    begin: FunctionCall = {"name": call.name, "arguments": ""}
-    return {"index": call.index, "id": call.id, "type": "function", "function": begin}
+def _call(call: Call, arguments: str) -> AnswerCall:
+    function: FunctionCall = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatShape(OpenAiShape):
@@ -340,14 +340,7 @@ class ChatShape(OpenAiShape):
         self, answer: Answer, index: int, logprobs: ChatLogprobs | None, reason: str
     ) -> ChatChoice:
         """See `OpenAiShape`."""
-        calls: list[AnswerCall] = [
-            {
-                "id": one.id,
-                "type": "function",
-                "function": {"name": one.name, "arguments": one.arguments},
-            }
-            for one in answer.calls
-        ]
+        calls = [_call(one, one.arguments) for one in answer.calls]
         content = answer.text or (None if calls else "")
         message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         message.update(self._thought(answer.reasoning))
@@ -368,8 +361,11 @@ class ChatShape(OpenAiShape):
             delta = self._thought(event.text)
             if not delta and logprobs is None:
                 return None
-        elif isinstance(event, (CallEvent, ArgumentsEvent)):
-            delta = {"tool_calls": [_call_delta(event)]}
+        elif isinstance(event, CallEvent):
+            delta = {"tool_calls": [{"index": event.call.index, **_call(event.call, "")}]}
+        elif isinstance(event, ArgumentsEvent):
+            more: FunctionCall = {"arguments": event.text}
+            delta = {"tool_calls": [{"index": event.call.index, "function": more}]}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _thought(self, text: str) -> Any:  # noqa: ANN401

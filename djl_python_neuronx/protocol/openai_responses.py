@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -49,12 +48,12 @@ from djl_python_neuronx.protocol.neutral import OF_RESPONSES
 from djl_python_neuronx.protocol.openai import StreamOptions, answer_error
 from djl_python_neuronx.protocol.openai_chat import (
     MAX_MESSAGES,
+    Arguments,
     ChatParameters,
     ChatProtocol,
     ChatShape,
+    Content,
     TokenLogprob,
-    content_parts,
-    json_object,
 )
 from djl_python_neuronx.protocol.parameters import (
     EXPECTED,
@@ -67,7 +66,7 @@ from djl_python_neuronx.protocol.parameters import (
     renamed,
     validated,
 )
-from djl_python_neuronx.protocol.tools import MAX_TOOLS, ToolFunction
+from djl_python_neuronx.protocol.tools import SOME_TOOLS, ToolFunction
 from djl_python_neuronx.types import FinishReason, GenerationRequest
 
 _NEEDED: Mapping[str, Sequence[str]] = {
@@ -110,9 +109,6 @@ def _refuse(value: object) -> None:
 
 _Stored = Annotated[Any, BeforeValidator(_refuse), WithJsonSchema({"type": "null"})]
 """A field that refers to something stored."""
-_Parts = Annotated[
-    Any, BeforeValidator(content_parts), WithJsonSchema({"type": ["string", "array"]})
-]
 
 
 def _known(kind: str) -> str:
@@ -133,16 +129,14 @@ class InputItem(LenientModel):
 
     type: Annotated[str, AfterValidator(_known)] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: _Parts = None
-    summary: _Parts = None
+    content: Content = None
+    summary: Content = None
     """Of reasoning, where it has no content."""
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: Annotated[
-        dict[str, Any] | None, BeforeValidator(json_object), WithJsonSchema({"type": "string"})
-    ] = None
-    output: _Parts = None
+    arguments: Arguments | None = None
+    output: Content = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -211,10 +205,7 @@ class ResponsesParameters(GenerationParameters):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     max_output_tokens: MaybeCount = None
-    tools: Annotated[
-        list[ResponseTool],
-        Field(max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"),
-    ] = Field(default=[])
+    tools: Annotated[list[ResponseTool], SOME_TOOLS] = Field(default=[])
     tool_choice: Any = "auto"
     parallel_tool_calls: Flag = True
     reasoning: ReasoningConfig = ReasoningConfig()
@@ -256,12 +247,14 @@ class ResponsesParameters(GenerationParameters):
             if not one.name:
                 msg = f"tools[{i}].name is missing or empty; expected name, description and parameters beside type"
                 raise RequestError(msg, param=f"tools[{i}].name")
-            fields = one.model_dump(include={"description", "parameters", "strict"})
-            given = {key: value for key, value in fields.items() if value is not None}
-            tools.append({"name": _SPACE.join(names.values()), **given})
+            given = one.model_dump(
+                include={"description", "parameters", "strict"}, exclude_none=True
+            )
+            function = {"name": _SPACE.join(names.values()), **given}
+            tools.append({"type": "function", "function": function})
         values |= {
             "messages": _messages(self.instructions, self.input),
-            "tools": [{"type": "function", "function": one} for one in tools],
+            "tools": tools,
             "tool_choice": _chat_choice(self.tool_choice),
             "reasoning_effort": self.reasoning.effort,
             "max_completion_tokens": self.max_output_tokens,
@@ -444,13 +437,10 @@ class ResponsesShape(ChatShape):
         given: ChatParameters,
         context: ParseContext,
         requests: Sequence[GenerationRequest],
-        *,
-        stream: str | None,
         **more: Any,  # noqa: ANN401
     ) -> None:
         """The arguments are those of `OpenAiShape`, behind the request."""
-        super().__init__(given, context, requests, stream=stream, **more)
-        self._done = [orjson.Fragment(b"[DONE]")] if stream == "events" else []
+        super().__init__(given, context, requests, **more)
         self._names = {_SPACE.join(names.values()): names for _, names, _ in asked.functions}
         self._numbers = itertools.count()
         self._items: list[_Item] = []

@@ -31,6 +31,7 @@ from djl_python_neuronx.protocol.parameters import EXPECTED, Flag, LenientModel,
 from djl_python_neuronx.types import Tokenizer
 
 MAX_TOOLS = 512
+SOME_TOOLS: Any = Field(max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools")
 _MARK = re.compile(r"<[^>]*>|\[[A-Z_]+\]")
 _ONE_CALL = re.compile(
     r"tool_calls['\"\])]*\s*\|\s*length\s*\)?\s*(?:[!=]=|>)\s*1\b[\s\S]{0,99}raise_exception"
@@ -289,10 +290,8 @@ class ToolFields(RequestModel):
         WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}),
     ] = None
     """Made a `ToolChoice`."""
-    tools: Annotated[list[Tool], BeforeValidator(_unless_none)] = Field(
-        default_factory=list,
-        max_length=MAX_TOOLS,
-        description=f"a list of at most {MAX_TOOLS} tools",
+    tools: Annotated[list[Tool], BeforeValidator(_unless_none), SOME_TOOLS] = Field(
+        default_factory=list
     )
     parallel_tool_calls: Flag = True
 
