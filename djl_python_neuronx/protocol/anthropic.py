@@ -219,9 +219,8 @@ class CountParameters(GenerationParameters):
         Raises:
             RequestError: a value is not allowed.
         """
-        shared = self.model_fields_set & GenerationParameters.model_fields.keys()
+        shared = self.model_fields_set & ChatParameters.model_fields.keys()
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        values |= {"model": self.model, "stream": self.stream, "max_tokens": self.max_tokens}
         values["stop"] = [*self.stop, *self.stop_sequences]
         values["user"] = self.user or self.metadata.get("user_id")
         values["chat_template_kwargs"] = variables = dict(self.chat_template_kwargs)

@@ -11,7 +11,6 @@ types/message_create_params.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import orjson
 
@@ -66,16 +65,10 @@ OF_RESPONSES = WITHOUT_EFFECT.union(_OF_RESPONSES.split())
 """Those of Anthropic's Messages and of OpenAI's responses."""
 
 
-def has_no_effect(
-    name: str, value: object, beside: Mapping[str, object] = MappingProxyType({})
-) -> bool:
-    """True if a field that this server lacks may be left out: it is null, neutral or switched off `beside` it."""
-    return (
-        value is None
-        or beside.get(_SWITCHES.get(name, "")) == "none"
-        or any(
-            # Not equality alone: False equals 0.
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            for neutral in NEUTRAL.get(name, ())
-        )
+def is_neutral(name: str, value: object, beside: Mapping[str, object]) -> bool:
+    """True if a field that this server lacks has a value without effect, or is switched off `beside` it."""
+    return beside.get(_SWITCHES.get(name, "")) == "none" or any(
+        # Not equality alone: False equals 0.
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in NEUTRAL.get(name, ())
     )

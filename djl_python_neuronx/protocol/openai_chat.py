@@ -48,7 +48,7 @@ from djl_python_neuronx.protocol.parameters import (
     validated,
 )
 from djl_python_neuronx.protocol.reading import AnswerReader, is_thinking, special_marks
-from djl_python_neuronx.protocol.structured_output import asked
+from djl_python_neuronx.protocol.structured_output import requested_grammar
 from djl_python_neuronx.protocol.tools import (
     ToolFields,
     reasoning_format,
@@ -441,12 +441,12 @@ class ChatProtocol(OpenAiProtocol):
             raise RequestError(msg, param="top_logprobs")
         tokenizer, options = context.tokenizer, context.options
         use = given.tool_use(tokenizer, options)
-        if use is not None and use.format.bare and use.mode == "auto" and asked(given) is not None:
-            # JSON is the text then, and a call has its mark.
-            use = replace(use, format=replace(use.format, bare=False))
         if use is not None:
             # Where no text may follow a call, a further one would have to.
             given.min_tokens = given.min_new_tokens = given.min_length = 0
+            if use.format.bare and use.mode == "auto" and requested_grammar(given) is not None:
+                # JSON is the text then, and a call has its mark.
+                use = replace(use, format=replace(use.format, bare=False))
         thoughts = reasoning_format(options.reasoning_parser, tokenizer.template)
         prompt_ids = given.encode(given.messages, context)
         special = special_marks(tokenizer, use.format if use else None, thoughts)

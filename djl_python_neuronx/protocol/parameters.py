@@ -35,7 +35,7 @@ from djl_python_neuronx.errors import (
     json_type,
 )
 from djl_python_neuronx.protocol.base import ParseContext
-from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT, has_no_effect
+from djl_python_neuronx.protocol.neutral import NEUTRAL, WITHOUT_EFFECT, is_neutral
 from djl_python_neuronx.protocol.structured_output import grammar_of
 from djl_python_neuronx.sampling import Ids, SamplingParams
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
@@ -197,7 +197,7 @@ class RequestModel(BaseModel):
             known = name in cls.model_fields
             if value is None:
                 continue
-            if not known and (name in cls.without_effect or has_no_effect(name, value, values)):
+            if not known and (name in cls.without_effect or is_neutral(name, value, values)):
                 continue
             if warns and not known and name not in NEUTRAL:
                 log_ignored(name)

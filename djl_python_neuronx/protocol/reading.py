@@ -147,7 +147,7 @@ class AnswerReader:
         self._open = _Open([])
         self._held, self._drops = "", inside and separate
         """Text that no state has taken yet; True where its whitespace is left out, behind a mark."""
-        self._said, self._before, self._behind = False, "", ""
+        self._has_text, self._before, self._behind = False, "", ""
         """True behind text; the whitespace that was left out before and behind the last call."""
         self._tokens: list[Token] = []
         self._parts: list[Part] = []
@@ -178,7 +178,7 @@ class AnswerReader:
     def _emit(self, part: Part) -> None:
         """Add a part, or its text to that of the last one, with the tokens that have come since."""
         if isinstance(part, TextEvent) and part.text:
-            part.text, self._said = self._gap() + part.text, True
+            part.text, self._has_text = self._gap() + part.text, True
         last: Any = self._parts[-1] if self._parts else None
         if isinstance(part, CallEvent) or type(last) is not type(part):
             self._parts.append(part)
@@ -190,7 +190,7 @@ class AnswerReader:
 
     def _gap(self) -> str:
         """Take the whitespace between text and what follows calls: that behind the last one, or before it."""
-        gap = (self._behind or self._before) if self._said else ""
+        gap = (self._behind or self._before) if self._has_text else ""
         self._before = self._behind = ""
         return gap
 
@@ -318,7 +318,7 @@ class AnswerReader:
         return len(text), None
 
     def _announce(self, name: str) -> None:
-        self._open.call = Call(name, self._num_calls, new_call_id(self._syntax.id_chars))
+        self._open.call = Call(name, self._num_calls, _new_call_id(self._syntax.id_chars))
         self._num_calls += 1
         self._emit(CallEvent(self._open.call))
 
@@ -384,7 +384,7 @@ def _is_object(text: str) -> bool:
     return isinstance(found, dict)
 
 
-def new_call_id(num_chars: int | None) -> str:
+def _new_call_id(num_chars: int | None) -> str:
     """An id of a call, of so many letters and digits if a template asks for it."""
     return secrets.token_hex(16)[:num_chars] if num_chars else f"call_{secrets.token_hex(12)}"
 

@@ -56,30 +56,26 @@ def grammar_of(
     Raises:
         RequestError: it asks for several, or for one that cannot be read or enforced.
     """
-    text, tokenizer = asked(given), context.tokenizer
-    if calls is not None:
-        enforces = context.has_logprobs and tokenizer.pieces is not None and is_installed()
-        is_auto = calls["choice"] == "auto"
-        if enforces or not is_auto:
-            own = _checked(text, given, tokenizer) if text is not None and is_auto else None
-            one = ("tools" if enforces else "tool_choice", "tools", {**calls, "text": own}, None)
-            try:
-                return _checked(one, given, tokenizer, reasoning)
-            except QueueFullError:
-                raise
-            except RequestError as error:
-                if not is_auto or any(strict for *_, strict in calls["tools"]):
-                    raise
-                logger.warning(
-                    "tools_relaxed num_tools=%d reason=%r", len(calls["tools"]), str(error)
-                )
-                tools = [(name, {"type": "object"}, False) for name, *_ in calls["tools"]]
-                if tools != calls["tools"]:
-                    return grammar_of(given, context, {**calls, "tools": tools}, reasoning)
-                if own is not None:
-                    raise
-                return None
-    return None if text is None else _checked(text, given, tokenizer, reasoning)
+    text, tokenizer = requested_grammar(given), context.tokenizer
+    is_auto = calls is None or calls["choice"] == "auto"
+    enforces = calls and context.has_logprobs and tokenizer.pieces is not None and is_installed()
+    if calls is None or (is_auto and not enforces):
+        return None if text is None else _checked(text, given, tokenizer, reasoning)
+    own = _checked(text, given, tokenizer) if text is not None and is_auto else None
+    one = ("tools" if enforces else "tool_choice", "tools", {**calls, "text": own}, None)
+    try:
+        return _checked(one, given, tokenizer, reasoning)
+    except RequestError as error:
+        is_strict = not is_auto or any(strict for *_, strict in calls["tools"])
+        if is_strict or isinstance(error, QueueFullError):
+            raise
+        logger.warning("tools_relaxed num_tools=%d reason=%r", len(calls["tools"]), str(error))
+        tools = [(name, {"type": "object"}, False) for name, *_ in calls["tools"]]
+        if tools != calls["tools"]:
+            return grammar_of(given, context, {**calls, "tools": tools}, reasoning)
+        if own is not None:
+            raise
+        return None
 
 
 def _checked(
@@ -114,7 +110,7 @@ def _checked(
         raise type(error)(msg, param=name) from None
 
 
-def asked(given: GenerationParameters) -> Asked | None:
+def requested_grammar(given: GenerationParameters) -> Asked | None:
     """The grammar that the fields of a request ask for; None if they ask for none.
 
     Raises:
