@@ -26,7 +26,7 @@ FRAMES = {
     "events": ("text/event-stream", b"data: ", b"\n\n"),
 }
 """Form of a stream, or None for a whole answer, to its media type, and the bytes before and after each part.
-Before a part of "events" its `type` is the name of the event; the mark of the end has none."""
+A part of "events" has a line with its `type` before it, but for the mark of the end."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(slots=True)
 class CallEvent:
-    """The name of a call is known."""
+    """The beginning of a call, whose name is known."""
 
     call: Call
     tokens: tuple[Token, ...] = ()
@@ -100,7 +100,7 @@ Event = Union[StartEvent, Part, EndEvent]
 
 
 class Reader(Protocol):
-    """Divides the text of one sequence into reasoning, text and calls."""
+    """The division of one sequence's text into reasoning, text and calls."""
 
     def feed(self, delta: Delta) -> list[Part]:
         """The parts that a delta completes, in the text's order, with all tokens of the sequence so far.

@@ -89,13 +89,13 @@ _OWN_NAMES = {
 """Names in the chat that a request becomes, and the client's in their place."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NO_THREADS = {"error_code": "thread_unsupported_request"}
-"""Details of an error by which the package's tool runner sends whole conversations."""
+"""Details of an error. With them the package's tool runner sends whole conversations."""
 _EMPTY = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
 _SIGNATURE = "unsigned"
-"""Of reasoning: clients send it back, where nothing depends on it; those of the package need one."""
+"""Signature of reasoning. The types of the package need one; clients send it back, and it is not read."""
 _Block = Mapping[str, Any]
 
 
@@ -506,7 +506,7 @@ class MessagesProtocol(ChatProtocol):
         return "events"
 
     def detect(self, payload: Mapping[str, Any], context: ParseContext) -> bool:
-        """See `WireProtocol`. True for nothing that is a chat of OpenAI's."""
+        """See `WireProtocol`. False for OpenAI's chats."""
         if self.key not in payload or "anthropic-version" in context.headers:
             return self.key in payload
         if "anthropic_version" in payload or "max_tokens" not in payload:

@@ -1,6 +1,6 @@
 """Fields of requests that other servers have and this one has not, with the values that have no effect there.
 
-Clients send these values without a thought. Source: OpenAI's API reference, 2026-11; vllm 002032ee,
+Clients send these values by default. Source: OpenAI's API reference, 2026-11; vllm 002032ee,
 vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, 010a69ce,
 vllm/entrypoints/openai/responses/protocol.py, and 0.6 to 0.11, sampling_params.py;
 sglang 004c82e0, srt/entrypoints/openai/protocol.py; text-generation-inference db931fcf, router/src/lib.rs; djl-serving

@@ -77,7 +77,7 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 """Type of an item of the input to its required fields."""
 _TOOLS = ("function", "namespace")
-_SPACE = "__"
+_SEPARATOR = "__"
 """Text between the names of a namespace and of its tool, in a chat."""
 _KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "message": ("msg", "output_text", {"role": "assistant"}),
@@ -131,7 +131,7 @@ class InputItem(LenientModel):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content = None
     summary: Content = None
-    """Of reasoning, where it has no content."""
+    """The text of reasoning that has no content."""
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -250,7 +250,7 @@ class ResponsesParameters(GenerationParameters):
             given = one.model_dump(
                 include={"description", "parameters", "strict"}, exclude_none=True
             )
-            function = {"name": _SPACE.join(names.values()), **given}
+            function = {"name": _SEPARATOR.join(names.values()), **given}
             tools.append({"type": "function", "function": function})
         values |= {
             "messages": _messages(self.instructions, self.input),
@@ -286,11 +286,11 @@ class ResponsesParameters(GenerationParameters):
 
 
 def _message(item: InputItem) -> dict[str, Any]:
-    """The message of a chat that an item is, or a part of the assistant's."""
+    """A message of a chat for an item, or a part of the assistant's."""
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
     if item.type == "function_call":
-        name = _SPACE.join(filter(None, (item.namespace, item.name)))
+        name = _SEPARATOR.join(filter(None, (item.namespace, item.name)))
         function = {"name": name, "arguments": item.arguments}
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
     if item.type == "reasoning":
@@ -405,7 +405,7 @@ class _Item:
         self.kind, self.index, self.call, self.status = kind, index, call, "in_progress"
         self._id = f"{prefix}_{uuid.uuid4().hex}"
         self.texts, self.logprobs = list[str](), list[TokenLogprob]()
-        """Of a call those of its arguments, and none."""
+        """Parts of the text, or of a call's arguments; log-probabilities of a message."""
         self.place = {"item_id": self._id, "output_index": index}
         if call is None:
             self.place["content_index"] = 0
@@ -441,7 +441,7 @@ class ResponsesShape(ChatShape):
     ) -> None:
         """The arguments are those of `OpenAiShape`, behind the request."""
         super().__init__(given, context, requests, **more)
-        self._names = {_SPACE.join(names.values()): names for _, names, _ in asked.functions}
+        self._names = {_SEPARATOR.join(names.values()): names for _, names, _ in asked.functions}
         self._numbers = itertools.count()
         self._items: list[_Item] = []
         """The last one is open."""

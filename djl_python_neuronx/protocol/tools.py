@@ -289,7 +289,7 @@ class ToolFields(RequestModel):
         BeforeValidator(_choice),
         WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}),
     ] = None
-    """Made a `ToolChoice`."""
+    """A `ToolChoice`, once it is validated."""
     tools: Annotated[list[Tool], BeforeValidator(_unless_none), SOME_TOOLS] = Field(
         default_factory=list
     )
