@@ -15,26 +15,24 @@ from collections.abc import Mapping, Sequence
 import orjson
 
 _FIELDS = """
-[] | adapter_id audio bootstrap_host bootstrap_port bootstrap_room chat_template constraints custom_logit_processor
-[] | data_parallel_rank disagg_prefill_dp_rank ebnf extra_key force_words_ids guided_decoding input_ids json_schema
-[] | logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id prediction
-[] | prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank sequence_bias
-[] | stop_regex task verbosity watermarking_config
-[] | container thread web_search_options
-[false] | early_stopping echo flat_logprobs no_stop_trim output_attentions output_hidden_states output_scores
-[false] | remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
+[] | adapter_id audio bootstrap_host bootstrap_port bootstrap_room chat_template constraints container
+[] | custom_logit_processor data_parallel_rank disagg_prefill_dp_rank ebnf extra_key force_words_ids guided_decoding
+[] | input_ids json_schema logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation
+[] | ngram_corpus_id prediction prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank
+[] | sequence_bias stop_regex task thread verbosity watermarking_config web_search_options
+[false] | early_stopping echo enable_response_messages flat_logprobs no_stop_trim output_attentions output_hidden_states
+[false] | output_scores remove_invalid_values renormalize_logits return_cached_tokens_details return_dict_in_generate
 [false] | return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids return_routed_experts
-[false] | return_token_ids return_token_offsets token_healing use_audio_in_video
-[false] | enable_response_messages use_beam_search watermark watermarking
+[false] | return_token_ids return_token_offsets token_healing use_audio_in_video use_beam_search watermark watermarking
 [true] | detokenize include_reasoning return_mm_kwargs separate_reasoning stream_reasoning use_cache
-[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha
-[0] | routed_experts_prompt_start routed_experts_start_len
+[0] | diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha routed_experts_prompt_start
+[0] | routed_experts_start_len
 [1] | best_of encoder_repetition_penalty guidance_scale length_penalty num_beam_groups num_beams num_return_sequences
 [1] | stream_interval
 [-1] | thinking_token_budget
 [[]] | documents functions logits_processors mcp_servers tools
-[{}] | custom_params ec_transfer_params extra_args extra_body images_config kv_transfer_params
-[{}] | media_io_kwargs mm_processor_kwargs session_params vllm_xargs
+[{}] | custom_params ec_transfer_params extra_args extra_body images_config kv_transfer_params media_io_kwargs
+[{}] | mm_processor_kwargs session_params vllm_xargs
 [""] | suffix
 ["none"] | function_call
 ["none", "auto"] | tool_choice

@@ -19,11 +19,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 from typing_extensions import Self, TypedDict
 
 from djl_python_neuronx.errors import (
@@ -147,14 +146,6 @@ class InputItem(LenientModel):
         return self
 
 
-class _TextOrItems(BeforeValidator):
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """See pydantic."""
-        return {"anyOf": [{"type": "string"}, handler(schema)]}
-
-
 def _items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
@@ -193,11 +184,12 @@ class ResponsesParameters(GenerationParameters):
     without_effect = OF_RESPONSES
     input: Annotated[
         list[InputItem],
-        _TextOrItems(_items),
+        BeforeValidator(_items),
         Field(
             min_length=1,
             max_length=MAX_MESSAGES,
             description=f"a text, or a list of 1 to {MAX_MESSAGES} items",
+            json_schema_extra={"type": ["string", "array"]},
         ),
     ]
     instructions: str | None = None
