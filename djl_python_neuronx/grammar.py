@@ -49,7 +49,8 @@ _VALUES = frozenset({"const", "enum"})
 """Keywords that have JSON, not schemas."""
 _NOTES = frozenset({"title", "description", "default", "example", "examples", "$comment"})
 """Keywords that have no effect on what fits a schema."""
-_ANY = "/(?s:.*)/"
+_ANY = "(?s:.*)"
+"""A regex of any text."""
 _GAP = r"[ \n]{0,2}"
 """Whitespace that models write or leave out around the punctuation of a call."""
 _MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+])")
@@ -336,7 +337,7 @@ def _tools(value: Mapping[str, Any], whitespace: str | None) -> str:
     if value["choice"] != "auto":
         leads = f"<[{special[mark]}]>?" if value["bare"] and mark in special else ""
         return "\n".join([f"start: {leads} {written(begin)} call end", *rules])
-    text, before = _ANY, "(?s:.*)"
+    text, before = f"/{_ANY}/", _ANY
     if value["text"] is not None:
         text, before = "text", ""
         rules.append(f"text: %lark {{\n{value['text']}\n}}")
@@ -381,7 +382,7 @@ def _escaped(text: str) -> str:
 def _arguments(
     tools: Sequence[tuple[str, Any, bool]], whitespace: str | None
 ) -> list[dict[str, Any]]:
-    """The schemas of tools' arguments; that of any object where a tool is not strict, and its own cannot be enforced.
+    """The schemas of tools' arguments. A tool that is not strict has that of any object if its own cannot be enforced.
 
     Checked together, which takes a quarter of the time of each by itself, and by halves where some are refused.
 
@@ -411,18 +412,19 @@ def _arguments(
 
 
 def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
-    """A grammar for what follows a model's reasoning, as one for both.
+    """A grammar of a model's reasoning and, behind it, of the text of `grammar`.
 
     `reasoning` has the texts with which it `begins` and `ends`, the ids of `special` tokens by their text, and whether
     it has begun `inside` the prompt. `is_free`: the text may end with the reasoning.
     """
     special, begins, ends = reasoning["special"], reasoning["begins"], reasoning["ends"]
-    # What no other text may begin with, whitespace or the first letter of a mark, leaves the reasoning alone to follow.
+    # Unless any text may stand in place of reasoning, a model that began with whitespace, or with the letters of a mark
+    # that is a token too, could go on with reasoning alone.
     lead = _LEAD if is_free else ""
     spelled, rules = [one for one in begins if is_free or one not in special], list[str]()
     for name, marks, texts, text in (
         ("begun", begins, spelled, lead),
-        ("ended", ends, ends, "(?s:.*)"),
+        ("ended", ends, ends, _ANY),
     ):
         ids = [str(special[one]) for one in marks if one in special]
         forms = [f"{_maybe(text)} <[{','.join(ids)}]>"] if ids else []
@@ -430,7 +432,7 @@ def _after(reasoning: Mapping[str, Any], grammar: str, *, is_free: bool) -> str:
             forms.append(f"{name}_text")
             rules.append(f"{name}_text[lazy]: /{text}({'|'.join(map(_escaped, texts))})/")
         rules.append(f"{name}: {' | '.join(forms)}")
-    after = f"ended {_loose(' ')} body" + (f" | {_ANY}" if is_free else "")
+    after = f"ended {_loose(' ')} body" + (f" | /{_ANY}/" if is_free else "")
     start = "after" if reasoning["inside"] else "begun after | body"
     return "\n".join(
         [f"start: {start}", f"after: {after}", *rules, f"body: %lark {{\n{grammar}\n}}"]

@@ -36,7 +36,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_pen
 MOST_SEQUENCES = 8
 """Sequences of a request with spans of their phases: those of one are made in 0.08 ms, in which no text is made."""
 _LARGEST = 2**31 - 1
-"""A client may send numbers that no attribute can hold, and its batch of spans would be lost."""
+"""Largest number of an attribute. A batch of spans with one that OTLP cannot hold, as a client may send, is lost."""
 
 
 def exporter_class(environ: Mapping[str, str]) -> Any:  # noqa: ANN401
