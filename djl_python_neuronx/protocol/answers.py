@@ -130,8 +130,6 @@ class Answer:
         self.start = text
         self.request, self.index, self.prompt_details = request, index, prompt_details
         self.tokens: list[Token] = []
-        self.text_tokens = self.tokens if reader is None else list[Token]()
-        """Those of the text alone."""
         self.prompt: list[Token] = []
         """The tokens of the prompt, from the second on, as far as they have scores."""
         self.num_tokens = 0
@@ -143,8 +141,8 @@ class Answer:
         """None until the end."""
         self.stop = ""
         """See `Delta.stop`."""
-        self._parts: list[str | Call] = [text]
-        """The content, with calls in their places."""
+        self._parts: list[tuple[list[str], list[Token]] | Call] = [([text], [])]
+        """The content: texts, with their tokens if these are kept, and calls between them."""
         self._thoughts: list[str] = []
         self._reader, self._read = reader, list[Part]()
         self._keeps_tokens = keeps_tokens
@@ -153,13 +151,12 @@ class Answer:
     def take(self, delta: Delta) -> None:
         """Keep what a whole answer needs of a delta."""
         if self._reader is None:
-            self._parts.append(delta.text)
+            self._add_text(delta)
         else:
             self._read = self._reader.feed(delta)
             for event in self._read:
                 if isinstance(event, TextEvent):
-                    self._parts.append(event.text)
-                    self.text_tokens += event.tokens if self._keeps_tokens else ()
+                    self._add_text(event)
                 elif isinstance(event, ReasoningEvent):
                     self._thoughts.append(event.text)
                     self.num_reasoning += len(event.tokens)
@@ -189,13 +186,36 @@ class Answer:
         begin = Token(first, text, None, first in tokenizer.special_ids, rank=None)
         return [begin, *self.prompt]
 
+    def _add_text(self, event: Delta | TextEvent) -> None:
+        last = self._parts[-1]
+        if isinstance(last, Call):
+            last = [], []
+            self._parts.append(last)
+        texts, tokens = last
+        texts.append(event.text)
+        if self._keeps_tokens:
+            tokens += event.tokens
+
+    @property
+    def content(self) -> list[TextEvent | Call]:
+        """The texts so far and the calls that are whole, in their order. A call that breaks off is text."""
+        found: list[TextEvent | Call] = []
+        for one in self._parts:
+            if isinstance(one, Call) and one.whole:
+                found.append(one)
+                continue
+            text, tokens = (one.raw, ()) if isinstance(one, Call) else ("".join(one[0]), one[1])
+            if found and isinstance(found[-1], TextEvent):
+                found[-1].text += text
+                found[-1].tokens += (*tokens,)
+            elif text or tokens:
+                found.append(TextEvent(text, (*tokens,)))
+        return found
+
     @property
     def text(self) -> str:
         """The text so far, without reasoning and whole calls."""
-        parts = [
-            one if isinstance(one, str) else "" if one.whole else one.raw for one in self._parts
-        ]
-        return "".join(parts)
+        return "".join([one.text for one in self.content if isinstance(one, TextEvent)])
 
     @property
     def reasoning(self) -> str:
@@ -205,7 +225,7 @@ class Answer:
     @property
     def calls(self) -> list[Call]:
         """The calls that are whole."""
-        return [one for one in self._parts if isinstance(one, Call) and one.whole]
+        return [one for one in self.content if isinstance(one, Call)]
 
     @property
     def log_probability(self) -> float:

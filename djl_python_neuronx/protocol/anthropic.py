@@ -386,9 +386,13 @@ class MessagesShape(Shape):
         if answer.reasoning and self._shows:
             thought = {"thinking": answer.reasoning, "signature": _SIGNATURE}
             content.append({"type": "thinking", **thought})
-        if answer.text:
-            content.append({"type": "text", "text": answer.text})
-        content += [_call(one, orjson.Fragment(one.arguments)) for one in answer.calls]
+        content += [
+            _call(one, orjson.Fragment(one.arguments))
+            if isinstance(one, Call)
+            else {"type": "text", "text": one.text}
+            for one in answer.content
+            if isinstance(one, Call) or one.text
+        ]
         return {**self._message(answer), "content": content, **_end(answer)}
 
     def write(self, answer: Answer, event: Event, parts: list[Any]) -> None:

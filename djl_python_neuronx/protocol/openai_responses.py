@@ -301,18 +301,21 @@ def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict
     for message in map(_message, items):
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
         leads = last is first and message["role"] in {"system", "developer"}
-        if last["role"] == message["role"] == "assistant" and "tool_calls" in message:
-            last.setdefault("tool_calls", []).extend(message["tool_calls"])
-        elif last.keys() == {"role", "reasoning_content"} and message.keys() == {"role", "content"}:
-            last |= message
-        elif leads or last["role"] == message["role"] == "user":
-            if isinstance(last["content"], str):
-                last["content"] = [{"type": "text", "text": last["content"]}]
-            text = f"\n\n{_text(message['content'])}"
-            last["content"].append({"type": "text", "text": text})
+        if leads or (last["role"] == message["role"] and last["role"] in {"user", "assistant"}):
+            _extend(last, message)
         else:
             messages.append(message)
     return messages
+
+
+def _extend(last: dict[str, Any], message: Mapping[str, Any]) -> None:
+    """Add the texts and calls of a message to those of the one before it."""
+    if "tool_calls" in message:
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
+    for name in message.keys() & {"content", "reasoning_content"}:
+        before, text = _text(last.get(name)), _text(message[name])
+        gap = "\n\n" if before and text and not text[0].isspace() else ""
+        last[name] = f"{before}{gap}{text}"
 
 
 def _chat_choice(choice: object) -> object:
@@ -457,12 +460,12 @@ class ResponsesShape(ChatShape):
     def whole(self, answers: Sequence[Answer]) -> Mapping[str, Any]:
         """See `Shape`. The last event of a stream has it too."""
         answer, parts = answers[0], list[Any]()
-        events: list[Event] = [
-            ReasoningEvent(answer.reasoning, ()),
-            TextEvent(answer.text, tuple(answer.text_tokens)),
-        ]
-        for call in answer.calls:
-            events += [CallEvent(call), ArgumentsEvent(call, call.arguments)]
+        events: list[Event] = [ReasoningEvent(answer.reasoning, ())]
+        for one in answer.content:
+            if isinstance(one, Call):
+                events += [CallEvent(one), ArgumentsEvent(one, one.arguments)]
+            else:
+                events.append(one)
         events.append(EndEvent(answer.finish_reason or FinishReason.LENGTH, None))
         for event in events:
             self.write(answer, event, parts)

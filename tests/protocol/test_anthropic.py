@@ -236,6 +236,12 @@ SAYS = {"type": "text", "text": "Yes."}
 WRITTEN: tuple[tuple[str, dict[str, Any], list[dict[str, Any]], str], ...] = (
     (f"<think>hm</think>Yes.\n{CALLS}", {}, [THOUGHT, SAYS, USE], "tool_use"),
     (f"{CALLS}\n{CALLS}", {}, [USE, USE], "tool_use"),
+    (
+        f"Yes.\n{CALLS}\nMore.",
+        {},
+        [SAYS, USE, {"type": "text", "text": "\nMore."}],
+        "tool_use",
+    ),
     ("<think>\nhm\n</think>\n\nYes.", {}, [THOUGHT, SAYS], "end_turn"),
     (
         f"hm</think>{CALLS}",

@@ -74,10 +74,6 @@ def chat_call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": function}
 
 
-def texts(*parts: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": part} for part in parts]
-
-
 SYSTEM = {"role": "system", "content": "s"}
 HM = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
@@ -99,7 +95,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
             "instructions": "i",
         },
         [
-            {**SYSTEM, "content": texts("i", "\n\ns", "\n\nd")},
+            {**SYSTEM, "content": "i\n\ns\n\nd"},
             USER,
             {"role": "developer", "content": "e"},
         ],
@@ -108,7 +104,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     # Messages of the user that follow each other are one.
     (
         {"input": [USER, {**USER, "content": [{"type": "input_text", "text": "a"}]}, SYSTEM, USER]},
-        [{"role": "user", "content": texts("<5><6>", "\n\na")}, SYSTEM, USER],
+        [{"role": "user", "content": "<5><6>\n\na"}, SYSTEM, USER],
     ),
     # Reasoning, text and calls that follow each other are one message of the assistant.
     (
@@ -132,7 +128,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
             USER,
             {
                 "role": "assistant",
-                "content": [{"type": "text", "text": "b"}],
+                "content": "b",
                 "tool_calls": [chat_call("find", 1, q=1), chat_call("look", 2)],
                 **thought("hm"),
             },
@@ -141,27 +137,28 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
             {"role": "assistant", "content": "c"},
         ],
     ),
-    # Further reasoning begins the next one, and so does text behind calls.
+    # So are further reasoning and texts between calls; space of their own parts them.
     (
         {
             "input": [
                 USER,
+                {"role": "assistant", "content": "a"},
                 call("find", 1),
                 HM,
+                {"role": "assistant", "content": "\nb"},
+                HM,
                 call("look", 2),
-                {"role": "assistant", "content": "b"},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
             ]
         },
         [
             USER,
-            {"role": "assistant", "content": "", "tool_calls": [chat_call("find", 1)]},
             {
                 "role": "assistant",
-                "content": "",
-                "tool_calls": [chat_call("look", 2)],
-                **thought("hm"),
+                "content": "a\nb\n\nc",
+                "tool_calls": [chat_call("find", 1), chat_call("look", 2)],
+                **thought("hm\n\nhm"),
             },
-            {"role": "assistant", "content": "b"},
         ],
     ),
     # Of reasoning that another server has encrypted there is a summary, or nothing.
@@ -183,8 +180,12 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         },
         [
             USER,
-            {"role": "assistant", "content": "b", **thought("so")},
-            {"role": "assistant", "content": "", "tool_calls": [chat_call("find", 1)]},
+            {
+                "role": "assistant",
+                "content": "b",
+                "tool_calls": [chat_call("find", 1)],
+                **thought("so"),
+            },
             {"role": "tool", "tool_call_id": "call_1", "content": ""},
         ],
     ),
@@ -420,6 +421,13 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         ("find", '{"q": "é"}'),
         ("look", '{"q": "é"}'),
     ],
+    f"One. {CALL}\nTwo.\n{LOOKS} Three.": [
+        ("message", "One."),
+        ("find", '{"q": "é"}'),
+        ("message", "\nTwo."),
+        ("look", '{"q": "é"}'),
+        ("message", " Three."),
+    ],
 }
 """Text that a model writes, and its items."""
 
@@ -598,7 +606,7 @@ def test_an_answer_is_an_item_of_the_next_turn() -> None:
         USER,
         {
             "role": "assistant",
-            "content": [{"type": "text", "text": "See."}],
+            "content": "See.",
             "tool_calls": [{**chat_call("find", 1, q="é"), "id": call_id}],
             **thought("Hm"),
         },
