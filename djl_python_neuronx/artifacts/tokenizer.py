@@ -58,6 +58,8 @@ _LISTS_PARTS = re.compile(
 """A template that takes the parts of a content one by one."""
 _ADDS_ARGUMENTS = re.compile(r"""arguments(?:['"]\])?\s*\+""")
 """A template that adds the arguments of a call to text, as DeepSeek's."""
+_TOOL_DEFAULTS = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""Values that a tool may leave out and some templates add to text."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CONCATENATING = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
 _SAMPLE_SIZE = 1000
@@ -173,32 +175,51 @@ def _no_panic() -> Iterator[None]:
         raise ServingError(msg) from None
 
 
-def _for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Messages with the roles that a template knows, and with the contents' parts as lines if it takes no lists.
+def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages with the roles that a template knows, and with the contents' parts as lines unless it takes the user's.
 
-    Arguments of calls are JSON if it adds them to text. Results have the names of their calls, which Hermes' needs.
+    Arguments of calls are JSON, where they are text as it is, if it adds them to text, otherwise objects. Results have
+    the names of their calls, which Hermes' needs.
     """
     renamed = {} if "developer" in template else {"developer": "system"}
     takes_parts, adds_arguments = _LISTS_PARTS.search(template), _ADDS_ARGUMENTS.search(template)
     names, found = dict[Any, str](), []
     for message in messages:
         changed = {**message, "role": renamed.get(message["role"], message["role"])}
-        if isinstance(message["content"], list) and not takes_parts:
+        # A loop may be in the branch of the user alone, as in Mistral Small's.
+        has_parts = isinstance(message["content"], list)
+        if has_parts and not (takes_parts and message["role"] == "user"):
             changed["content"] = "\n".join(part["text"] for part in message["content"])
         calls = message.get("tool_calls", ())
         names.update((call.get("id"), call["function"]["name"]) for call in calls)
         if message["role"] == "tool" and message.get("tool_call_id") in names:
             changed.setdefault("name", names[message.get("tool_call_id")])
-        if calls and adds_arguments:
-            changed["tool_calls"] = [
-                {**one, "function": _as_text(one["function"])} for one in calls
-            ]
+        if calls:
+            changed["tool_calls"] = [_call(one, as_text=bool(adds_arguments)) for one in calls]
         found.append(changed)
     return found
 
 
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+def _call(call: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """A call with its arguments as JSON or as an object."""
+    function = {**call["function"]}
+    given = function["arguments"]
+    if as_text and not isinstance(given, str):
+        function["arguments"] = json.dumps(given, ensure_ascii=False)
+    elif isinstance(given, str) and not as_text:
+        function["arguments"] = json.loads(given, parse_float=_finite)
+    return {**call, "function": function}
+
+
+def _finite(number: str) -> float:
+    """The nearest number that JSON can write."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
+
+
+def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with all that templates may add to text."""
+    given = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**tool, "function": {**_TOOL_DEFAULTS, **given}}
 
 
 class TokenTable:
@@ -317,6 +338,15 @@ class PythonTokenizer(TokenTable):
             RequestError: the template refuses the messages, or a variable is the server's own.
         """
         try:
+            return self._render(messages, rendering)
+        except RequestError:
+            tools = [_complete(one) for one in rendering.tools]
+            if tools == [*rendering.tools]:
+                raise
+            return self._render(messages, rendering._replace(tools=tools))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+        try:
             template = self.library.get_chat_template(tools=rendering.tools or None)
         except ValueError as error:
             msg = (
@@ -327,7 +357,7 @@ class PythonTokenizer(TokenTable):
         self._check_variables(rendering.variables)
         try:
             text: str = self.library.apply_chat_template(
-                _for_template(messages, template),
+                for_template(messages, template),
                 tokenize=False,
                 add_generation_prompt=rendering.begins_turn,
                 **({"continue_final_message": True} if rendering.continues else {}),
@@ -344,7 +374,8 @@ class PythonTokenizer(TokenTable):
 
             # Only a sentence of the template itself is quoted: other messages may quote the prompt.
             reason = str(error) if str(error) and str(error) in template else type(error).__name__
-            refusal = f"the model's chat template refuses these messages: {reason.rstrip('.!?')}"
+            given = "messages or tools" if rendering.tools else "messages"
+            refusal = f"the model's chat template refuses these {given}: {reason.rstrip('.!?')}"
             msg = f"{refusal}. Correct their roles, order or content."
             if isinstance(error, jinja2.TemplateSyntaxError):
                 msg = (
@@ -353,10 +384,10 @@ class PythonTokenizer(TokenTable):
                 )
             elif type(error) is not jinja2.TemplateError:  # which is that of `raise_exception`
                 msg = (
-                    f"the model's chat template fails on these messages ({reason[:200]}). Correct it in {_TEMPLATES}, "
-                    "or the messages' roles, order or content."
+                    f"the model's chat template fails on these {given} ({reason[:200]}). Correct it in {_TEMPLATES}, "
+                    "or their roles, order or content."
                 )
-            raise RequestError(msg, param="messages") from error
+            raise RequestError(msg, param=None if rendering.tools else "messages") from error
         return text
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +85,7 @@ def content_parts(content: object) -> object:
 
 
 def json_object(text: object) -> object:
-    """The object that a text of JSON has, or the object itself."""
+    """An object, or the text of its JSON as it is."""
     found = text
     if isinstance(text, str):
         try:
@@ -96,7 +97,7 @@ def json_object(text: object) -> object:
     if not isinstance(found, dict):
         expected = "an object, or a string with its JSON, nested at most 254 deep"
         raise PydanticCustomError(EXPECTED, expected)
-    return found
+    return "{}" if text == "" else text
 
 
 Content = Annotated[
@@ -104,7 +105,7 @@ Content = Annotated[
 ]
 """A text, or parts that are text."""
 Arguments = Annotated[
-    dict[str, Any], BeforeValidator(json_object), WithJsonSchema({"type": ["string", "object"]})
+    Any, BeforeValidator(json_object), WithJsonSchema({"type": ["string", "object"]})
 ]
 """Those of a call in the history."""
 
@@ -160,7 +161,7 @@ class Message(LenientModel):
                 (found, "tool_call_id"),
                 *((one, "id") for one in found.get("tool_calls", ())),
             ]:
-                if key in named:
+                if key in named and not re.fullmatch(f"[A-Za-z0-9]{{{id_chars}}}", named[key]):
                     named[key] = hashlib.sha256(named[key].encode()).hexdigest()[:id_chars]
         found["content"] = found["content"] or self.refusal or ""
         thought = self.reasoning_content or self.reasoning

@@ -146,6 +146,90 @@ def test_a_template_gets_tools_calls_and_results_as_it_takes_them(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"a":1,"b":[1,2]}', '{"a": 1, "b": [1, 2]}'),
+        (
+            '{"a": 1e400, "b": -1e400}',
+            '{"a": 1.7976931348623157e+308, "b": -1.7976931348623157e+308}',
+        ),
+        ('{"b": 123456789012345678901234567890}', '{"b": 123456789012345678901234567890}'),
+        ('{"t": "\\u00e9", "f": 1.50}', '{"t": "é", "f": 1.5}'),
+    ],
+)
+def test_arguments_in_text_are_added_as_they_are(tmp_path, sent, shown):
+    folder = folders.write(tmp_path, MADE["byte_level"])
+    calls = [{"id": "1", "function": {"name": "find", "arguments": sent}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    for template, text in (
+        (f"'a' + {arguments} + 'b'", f"a{sent}b"),
+        (f"{arguments} | tojson", shown),
+    ):
+        found = load_tokenizer(folder, chat_template=f"{{{{ {template} }}}}")
+        assert found.render(messages) == text
+
+
+def test_tools_that_lack_what_a_template_adds(tmp_path):
+    folder = folders.write(tmp_path, MADE["byte_level"])
+    users = [{"role": "user", "content": "x"}]
+    adds = (
+        "{% for tool in tools %}{{ tool.function.description is defined }}"
+        "{{ 'Description: ' + tool.function.description }}{{ tool.function.parameters | tojson }}{% endfor %}"
+    )
+    found = load_tokenizer(folder, chat_template=adds)
+    for left_out in ({}, {"description": None, "parameters": None}):
+        tool = {"type": "function", "function": {"name": "find", **left_out}}
+        shown = found.render(users, Rendering(tools=[tool]))
+        assert shown == 'TrueDescription: {"type": "object", "properties": {}}'
+        # Only where the template fails without.
+        plain = load_tokenizer(folder, chat_template="{{ tools | tojson }}")
+        assert plain.render(users, Rendering(tools=[tool])) == json.dumps([tool])
+    for fault in ("tools[0].nothing.at_all", "raise_exception('no')"):
+        fails = load_tokenizer(folder, chat_template=f"{{{{ {fault} }}}}")
+        with pytest.raises(RequestError, match="these messages or tools") as caught:
+            fails.render(users, Rendering(tools=[tool]))
+        assert caught.value.param is None
+
+
+SMALL = """\
+{%- if messages[0]['role'] == 'system' %}
+{%- if messages[0]['content'] is string %}{% set system = messages[0]['content'] %}
+{%- else %}{% set system = messages[0]['content'][0]['text'] %}{% endif %}
+{%- set rest = messages[1:] %}
+{{- '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}
+{%- else %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+{%- if message['role'] == 'user' %}[INST]
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else %}{% for block in message['content'] %}({{ block['text'] }}){% endfor %}{% endif %}[/INST]
+{%- elif message['role'] == 'tool' %}[TOOL_RESULTS]{{ message.content | string }}[/TOOL_RESULTS]
+{%- else %}{{ message['content'] }}
+{%- for call in message.tool_calls | default([]) %}[TOOL_CALLS]{{ call.function.name }}{% endfor %}
+{%- endif %}{% endfor %}"""
+"""In the shape of Mistral Small 3.1's."""
+
+
+def test_only_the_users_parts_reach_a_template(tmp_path):
+    found = load_tokenizer(folders.write(tmp_path, MADE["byte_level"]), chat_template=SMALL)
+
+    def message(role, *texts, **more):
+        return {"role": role, "content": [{"type": "text", "text": one} for one in texts], **more}
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        message("developer", "S1", "S2"),
+        message("user", "U1", "U2"),
+        message("assistant", "A1", "A2", tool_calls=[call]),
+        message("tool", "R1", "R2", tool_call_id="1"),
+    ]
+    assert found.render(messages) == (
+        "[SYSTEM_PROMPT]S1\nS2[/SYSTEM_PROMPT][INST](U1)(U2)[/INST]A1\nA2[TOOL_CALLS]f"
+        "[TOOL_RESULTS]R1\nR2[/TOOL_RESULTS]"
+    )
+
+
+@pytest.mark.parametrize(
     ("loop", "takes_parts"),
     [
         ("for item in message['content']", True),  # Gemma 3

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from djl_python_neuronx.artifacts.tokenizer import for_template
 from djl_python_neuronx.backends.base import Float32Array, Rows
 from djl_python_neuronx.types import RENDERING, Rendering
 from tests.doubles.byte_tokenizer import ByteTokenizer
@@ -77,7 +78,7 @@ class ChatTokenizer(ByteTokenizer):
         """The ids of the template's text."""
         self.rendered.append(
             self._jinja.render(
-                messages=messages,
+                messages=for_template(messages, self.template),
                 tools=[*rendering.tools] or None,
                 add_generation_prompt=rendering.begins_turn,
                 **rendering.variables,

@@ -70,7 +70,7 @@ def thought(text: str) -> dict[str, Any]:
 
 
 def chat_call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{number}", "type": "function", "function": function}
 
 

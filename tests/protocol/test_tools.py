@@ -268,13 +268,14 @@ def test_the_template_gets_tools_and_the_history_as_sent() -> None:
         assert tokenizer.rendered[-1].startswith("null")
 
 
-def test_mistrals_ids_have_nine_letters_and_digits() -> None:
+@pytest.mark.parametrize("sent", ["call_1", "call_1234", "0123456789", "aB3dE5gH7"])
+def test_mistrals_ids_have_nine_letters_and_digits(sent: str) -> None:
     special = ("[TOOL_CALLS]", "[ARGS]")
     tokenizer = ChatTokenizer("{{ tools }}[TOOL_CALLS][ARGS]{{ messages | tojson }}", special)
-    call = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    call = {"id": sent, "type": "function", "function": {"name": "find", "arguments": "{}"}}
     messages = [
         {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "found"},
+        {"role": "tool", "tool_call_id": sent, "content": "found"},
     ]
     text = '[TOOL_CALLS]find[ARGS]{"a": 1}'
     whole = json.loads(answered(body(messages=messages), text, tokenizer=tokenizer))
@@ -284,6 +285,7 @@ def test_mistrals_ids_have_nine_letters_and_digits() -> None:
     for one in (*used, made["id"]):
         assert re.fullmatch("[a-zA-Z0-9]{9}", one)
     assert len(used) == 1
+    assert (used == {sent}) == (sent == "aB3dE5gH7")
     assert made["function"] == {"name": "find", "arguments": '{"a": 1}'}
     # Without tools their marks are special tokens like others.
     plain = json.loads(answered(body(tools=[]), text, tokenizer=tokenizer))
