@@ -200,6 +200,8 @@ class Server(uvicorn.Server):
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Make room if no connection can be accepted, which asyncio reports up to `BACKLOG` times a second."""
         error = context.get("exception")
+        if self.should_exit and "_start_serving" in context["message"]:
+            return  # asyncio would listen again a second after such a failure, on a port that is closed
         if "socket" not in context or getattr(error, "errno", None) not in _NO_ROOM:
             loop.default_exception_handler(context)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -879,3 +880,24 @@ class TestAdminPort:
         assert caught.value.code == 1
         assert f"option.admin_port={options.admin_port}" in caplog.text
         assert "already in use" in caplog.text
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_port_that_closes_before_asyncio_listens_again(
+    ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio does so a second after it could accept no connection."""
+    server = Server(Application(Model("toy", ServingOptions())), "127.0.0.1", 0, 1.0)
+    server.should_exit = ends
+
+    async def listen_again() -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.set_exception_handler(server._on_loop_error)
+        closed = socket.socket()
+        closed.close()
+        loop.call_soon(loop._start_serving, asyncio.Protocol, closed)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(listen_again())
+    assert ("_start_serving" in caplog.text) is not ends
