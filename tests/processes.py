@@ -38,12 +38,16 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Ids of the processes that all threads of a process have started, zombies included, in no order."""
-    found: list[int] = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, listing.read_text().split())
-    return found
+    """Ids of the processes that all threads of a process have started, zombies included, in no order.
+
+    Two looks: a thread that ends during one leaves its children to another thread, which may have been read before.
+    """
+    found: set[int] = set()
+    for _ in range(2):
+        for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found.update(map(int, listing.read_text().split()))
+    return [*found]
 
 
 def descendants(pid: int) -> list[int]:
