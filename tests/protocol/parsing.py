@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -14,9 +14,9 @@ from djl_python_neuronx.protocol.base import (
     ParseContext,
     ParsedRequest,
 )
-from djl_python_neuronx.types import FinishReason, TokenOutput
+from djl_python_neuronx.types import RENDERING, FinishReason, Rendering, TokenOutput
 from tests.doubles.chat_model import ChatTokenizer
-from tests.doubles.toy_tokenizer import TOKENIZER
+from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
 
 SAMPLING: dict[str, Any] = {
     "temperature": 0.5,
@@ -49,6 +49,27 @@ SAMPLED: dict[str, Any] = {
     "suppress_tokens": (11,),
     "begin_suppress_tokens": (12, 13),
 }
+
+
+class NotingTokenizer(ToyTokenizer):
+    """Keeps what a template would get."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    rendering = RENDERING
+
+    def __init__(self, template: str = "") -> None:
+        super().__init__()
+        self.template = template
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int | None = None,
+        rendering: Rendering = RENDERING,
+    ) -> list[int]:
+        self.messages, self.rendering = messages, rendering
+        return super().encode_chat(messages)
 
 
 def parse(payload: object, **context: Any) -> ParsedRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -24,10 +23,10 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import answer_error
 from djl_python_neuronx.protocol.base import ParsedRequest
-from djl_python_neuronx.types import RENDERING, FinishReason, Rendering, Tokenizer, TokenOutput
+from djl_python_neuronx.types import FinishReason, Tokenizer, TokenOutput
 from tests.doubles.chat_model import TEMPLATE, ChatTokenizer
-from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
-from tests.protocol.parsing import SAMPLED, SAMPLING, parse
+from tests.doubles.toy_tokenizer import TOKENIZER
+from tests.protocol.parsing import SAMPLED, SAMPLING, NotingTokenizer, parse
 from tests.protocol.wire_schemas import SCHEMAS
 
 USER = {"role": "user", "content": "<5>"}
@@ -35,24 +34,6 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "
 CALLED = {"role": "assistant", "content": [CALL]}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "found"}
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-
-
-class NotingTokenizer(ToyTokenizer):
-    """Keeps what a template would get."""
-
-    template = TEMPLATE
-    messages: Sequence[Mapping[str, Any]] = ()
-    rendering = RENDERING
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        max_chars: int | None = None,
-        rendering: Rendering = RENDERING,
-    ) -> list[int]:
-        self.messages, self.rendering = messages, rendering
-        return super().encode_chat(messages)
 
 
 def body(*messages: Any, **more: Any) -> dict[str, Any]:
@@ -158,7 +139,7 @@ TRANSLATED: tuple[tuple[str, dict[str, Any], list[dict[str, Any]]], ...] = (
 def test_a_template_gets_the_messages_of_a_chat(path: str) -> None:
     failed = []
     for name, given, expected in TRANSLATED:
-        tokenizer = NotingTokenizer()
+        tokenizer = NotingTokenizer(TEMPLATE)
         parsed = parse(given, path=path, tokenizer=tokenizer)
         if list(tokenizer.messages) != expected:
             failed.append((name, tokenizer.messages))
@@ -169,7 +150,7 @@ def test_a_template_gets_the_messages_of_a_chat(path: str) -> None:
 
 
 def test_an_answer_goes_on_with_a_text_of_the_assistant() -> None:
-    tokenizer = NotingTokenizer()
+    tokenizer = NotingTokenizer(TEMPLATE)
     parse(body(USER, {"role": "assistant", "content": "<6>"}), path=PATH, tokenizer=tokenizer)
     assert (tokenizer.rendering.begins_turn, tokenizer.rendering.continues) == (False, True)
     parse(body(), path=PATH, tokenizer=tokenizer)
@@ -184,13 +165,13 @@ def test_thinking_is_a_variable_of_the_template() -> None:
     found = []
     for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"},
                      {"type": "between_tools"}, {"type": "disabled"}, None):  # fmt: skip
-        tokenizer = NotingTokenizer()
+        tokenizer = NotingTokenizer(TEMPLATE)
         parse(body(thinking=thinking), path=PATH, tokenizer=tokenizer)
         found.append(dict(tokenizer.rendering.variables))
     on, off = ({"enable_thinking": one, "thinking": one} for one in (True, False))
     assert found == [on, on, on, off, {}]
     own = {"thinking": True, "date": "today"}
-    tokenizer = NotingTokenizer()
+    tokenizer = NotingTokenizer(TEMPLATE)
     given = body(thinking={"type": "disabled"}, chat_template_kwargs=own)
     parse(given, path=PATH, tokenizer=tokenizer)
     assert tokenizer.rendering.variables == {**own, "enable_thinking": False}
@@ -216,14 +197,14 @@ def test_a_template_gets_the_tools_of_a_chat() -> None:
         ({"type": "tool", "name": "run"}, both),
         ({"type": "none"}, ()),
     ):
-        tokenizer = NotingTokenizer()
+        tokenizer = NotingTokenizer(TEMPLATE)
         given = body(tools=[{**READ, **more}, strict], tool_choice=choice)
         parse(given, path=PATH, tokenizer=tokenizer)
         assert tuple(tokenizer.rendering.tools) == listed
 
 
 def test_effort_is_a_variable_of_the_template() -> None:
-    tokenizer = NotingTokenizer()
+    tokenizer = NotingTokenizer(TEMPLATE)
     parse(body(output_config={"effort": "max"}), path=PATH, tokenizer=tokenizer)
     assert tokenizer.rendering.variables == {"reasoning_effort": "max"}
 

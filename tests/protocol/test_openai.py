@@ -41,7 +41,6 @@ from djl_python_neuronx.protocol.openai_completions import CompletionParameters
 from djl_python_neuronx.protocol.parameters import default_parameters
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import (
-    RENDERING,
     FinishReason,
     GenerationRequest,
     Rendering,
@@ -49,28 +48,11 @@ from djl_python_neuronx.types import (
 )
 from tests.doubles.toy_backend import TOY_SPEC
 from tests.doubles.toy_tokenizer import TOKENIZER, ToyTokenizer
-from tests.protocol.parsing import SAMPLED, SAMPLING
+from tests.protocol.parsing import SAMPLED, SAMPLING, NotingTokenizer
 from tests.protocol.wire_schemas import SCHEMAS
 
 USER = {"role": "user", "content": "<5><6>"}
 OPTIONS = ServingOptions(model_name="toy,other,toy")
-
-
-class NotingTokenizer(ToyTokenizer):
-    """Keeps what a template would get."""
-
-    messages: Sequence[Mapping[str, Any]] = ()
-    rendering = RENDERING
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        max_chars: int | None = None,
-        rendering: Rendering = RENDERING,
-    ) -> list[int]:
-        self.messages, self.rendering = messages, rendering
-        return super().encode_chat(messages)
 
 
 def parse(payload: Mapping[str, Any], **context: Any) -> ParsedRequest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,42 +15,25 @@ from djl_python_neuronx.protocol import parameters
 from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_RESPONSES
 from djl_python_neuronx.protocol.openai_responses import ResponsesParameters
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import RENDERING, FinishReason, Rendering
+from djl_python_neuronx.types import FinishReason
 from tests.doubles.chat_model import ChatTokenizer
 from tests.doubles.toy_backend import TOY_SPEC
-from tests.doubles.toy_tokenizer import ToyTokenizer
-from tests.protocol.parsing import SAMPLED, SAMPLING, answered, parse
+from tests.protocol.parsing import SAMPLED, SAMPLING, NotingTokenizer, answered, parse
 from tests.protocol.wire_schemas import SCHEMAS
 
 pytest.importorskip("openai", reason="needs the `dev` extra")
 
 PATH = "/v1/responses"
+LISTS_TOOLS = "{{ tools }}<tool_call>{'name'"
+"""A chat template in which tools and the format of calls are found."""
 USER = {"role": "user", "content": "<5><6>"}
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}
 LOOK = {"type": "function", "name": "look", "description": "Looks."}
 SEARCH = {"type": "web_search", "external_web_access": False}
 
 
-class NotingTokenizer(ToyTokenizer):
-    """Keeps what a template would get."""
-
-    template = "{{ tools }}<tool_call>{'name'"
-    messages: Sequence[Mapping[str, Any]] = ()
-    rendering = RENDERING
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        max_chars: int | None = None,
-        rendering: Rendering = RENDERING,
-    ) -> list[int]:
-        self.messages, self.rendering = messages, rendering
-        return super().encode_chat(messages)
-
-
 def rendered(**body: Any) -> NotingTokenizer:
-    tokenizer = NotingTokenizer()
+    tokenizer = NotingTokenizer(LISTS_TOOLS)
     parse({"input": "<5>", **body}, path=PATH, tokenizer=tokenizer)
     return tokenizer
 
@@ -379,7 +361,7 @@ def test_errors_name_the_clients_fields() -> None:
     failed = []
     for body, param, text in ERRORS:
         with pytest.raises(RequestError) as caught:
-            parse({"input": "<5>", **body}, path=PATH, tokenizer=NotingTokenizer())
+            parse({"input": "<5>", **body}, path=PATH, tokenizer=NotingTokenizer(LISTS_TOOLS))
         found = (caught.value.param, str(caught.value))
         if found[0] != param or text not in found[1]:
             failed.append((body, found))
