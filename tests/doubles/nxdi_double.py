@@ -228,6 +228,10 @@ class NeuronLlamaForCausalLM:
         self, compiled_model_path, start_rank_id=None, local_ranks_size=None, skip_warmup=False
     ):
         folder = Path(compiled_model_path)
+        # As 0.4 to 0.6 choose the weights' place.
+        place = getattr(self.config, "_name_or_path", self.model_path)
+        assert place != ""
+        assert Path(place).is_dir()
         self.graphs = json.loads((folder / GRAPHS).read_text())
         if self.neuron_config.save_sharded_checkpoint:
             for rank in range(self.neuron_config.world_size):

@@ -68,8 +68,9 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     config = made.get_config_cls()(
         neuron_config, load_config=adapter.load_pretrained_config(hf_config=configuration)
     )
-    # The library prefers this place to the one that it is given, and writes it beside the graphs.
-    config._name_or_path = ""
+    # The library prefers this place to the one that it is given, and writes it beside the graphs. Up to 0.6 any value
+    # is taken for a place or for a name of the hub.
+    vars(config).pop("_name_or_path", None)
     return made(str(plan.model_dir), config)
 
 
