@@ -223,6 +223,8 @@ def families(name: str | None) -> list[Family]:
 
 
 _VISIBLE_CORES, _NUM_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
+_NEURON_LS = "/opt/aws/neuron/bin/neuron-ls"
+"""Its place in AWS's packages, which only login shells of the DLAMI have on the path."""
 _TIMEOUT_S = 20.0
 _MOST_CORES = 4096
 """More than any machine has; a longer list of cores is a typing error."""
@@ -395,6 +397,8 @@ def listed_cores(text: str) -> tuple[int, ...]:
 
 def _neuron_ls(search_path: str | None) -> _Listing:
     program = shutil.which("neuron-ls", path=search_path)
+    if program is None and search_path is None:
+        program = shutil.which(_NEURON_LS)
     if program is None:
         return _Listing([], None, "no neuron-ls")
     try:
@@ -411,6 +415,22 @@ def _neuron_ls(search_path: str | None) -> _Listing:
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     name = name if isinstance(name, str) and name else None
     return _Listing(listed, name, f"{program} lists {len(listed)}")
+
+
+def neuron_processes(search_path: str | None = None) -> dict[int, tuple[str, set[int]]]:
+    """Return pid -> the command and the devices of each process that `neuron-ls` lists; empty without it.
+
+    Never raises. `search_path`: its folders; None: `$PATH`. The command is shortened; of a process in another container
+    it is empty. Source: AWS Neuron documentation, "Neuron LS user guide".
+    """
+    found: dict[int, tuple[str, set[int]]] = {}
+    for device in _neuron_ls(search_path).devices:
+        number, rows = device.get("neuron_device"), device.get("neuron_processes")
+        for row in rows if isinstance(rows, list) else []:
+            pid = row.get("pid") if isinstance(row, dict) else None
+            if type(pid) is int and type(number) is int:
+                found.setdefault(pid, (str(row.get("command") or ""), set()))[1].add(number)
+    return found
 
 
 def _core_count(root: Path, device: str) -> int:

@@ -1,0 +1,146 @@
+"""Processes that hold Neuron devices, from the open files in /proc and from `neuron-ls -j`.
+
+The driver gives a core to one process at a time, and shows the devices of a process, not its cores. `neuron-ls` may
+miss a process in another container, and a container sees its own processes alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.planning.machines import neuron_processes
+
+_DEVICE = re.compile(r"/dev/neuron(\d+)")
+_CONTAINER = re.compile(r"[0-9a-f]{64}")
+"""A container's id in the path of its cgroup, as Docker, containerd, CRI-O and ECS write it."""
+_WATCHERS = frozenset({"neuron-ls", "neuron-monitor", "neuron-top"})
+"""Programs that open devices and take no core."""
+_HOST_PIDS = "pid:[4026531836]"
+"""The host's namespace of processes: PROC_PID_INIT_INO in Linux, include/linux/proc_ns.h."""
+_MAX_WORDS, _SHOWN_ID = 4, 12
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has Neuron devices open."""
+
+    pid: int
+    command: str
+    """Its first words, without options, whose values may be secret; empty if not known."""
+    devices: tuple[int, ...]
+    """Numbers of the devices, ascending."""
+    container: str | None = None
+    """The first characters of its container's id; None: without one, or not visible."""
+
+    def __str__(self) -> str:
+        """Describe the process in words."""
+        facts = [self.command or "command not visible"]
+        if self.container is not None:
+            facts.append(f"container {self.container}")
+        numbers = join_words([f"/dev/neuron{number}" for number in self.devices])
+        return f"process {self.pid} ({', '.join(facts)}) has {numbers} open"
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The processes that hold Neuron devices, and what could not be looked at."""
+
+    found: tuple[Holder, ...]
+    """Ascending by pid."""
+    num_hidden: int
+    """Processes of other users, whose open files this one may not see."""
+    in_container: bool
+    """Processes outside of this container are not visible."""
+
+    @property
+    def unseen(self) -> str | None:
+        """Which processes were not looked at, and what helps; None: all were."""
+        reasons = []
+        if self.num_hidden:
+            reasons.append(
+                f"the open files of {self.num_hidden} processes of other users (root sees them)"
+            )
+        if self.in_container:
+            reasons.append("processes outside of this container (run neuron-ls on the host)")
+        return f"not visible here: {join_words(reasons)}" if reasons else None
+
+    def __str__(self) -> str:
+        """List the processes, and what is not visible, in words."""
+        holders = (
+            "; ".join(map(str, self.found)) or "no process is seen that has a Neuron device open"
+        )
+        return f"{holders}; {self.unseen}" if self.unseen else holders
+
+
+def find_holders(root: Path = Path("/"), search_path: str | None = None) -> Holders:
+    """Find the processes that have Neuron devices open, except those that only watch them. Never raises.
+
+    `root`: root of the file system. `search_path`: folders of `neuron-ls`; None: `$PATH`.
+    """
+    found: dict[int, Holder] = {}
+    num_hidden = 0
+    for folder in (root / "proc").glob("[0-9]*"):
+        command = _command(folder)
+        try:
+            devices = {*_open_devices(folder)}
+        except PermissionError:
+            num_hidden += bool(command)  # threads of the kernel have none
+        else:
+            if devices:
+                pid = int(folder.name)
+                found[pid] = Holder(pid, command, tuple(sorted(devices)), _container(folder))
+    for pid, (command, numbers) in neuron_processes(search_path).items():
+        # In a container the pid is the host's, so nothing in /proc here belongs to it.
+        found.setdefault(pid, Holder(pid, _shown(command.split()), tuple(sorted(numbers))))
+    holders = (found[pid] for pid in sorted(found))
+    return Holders(
+        tuple(one for one in holders if Path(one.command.partition(" ")[0]).name not in _WATCHERS),
+        num_hidden,
+        _link(root / "proc/self/ns/pid") not in {"", _HOST_PIDS},
+    )
+
+
+def _open_devices(folder: Path) -> Iterator[int]:
+    """Yield the numbers of the devices that a process has open; none if it is gone.
+
+    Raises:
+        PermissionError: it belongs to another user.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        for file in (folder / "fd").iterdir():
+            if device := _DEVICE.fullmatch(_link(file)):
+                yield int(device[1])
+
+
+def _command(folder: Path) -> str:
+    try:
+        text = (folder / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+    return _shown(text.split("\0"))
+
+
+def _shown(words: list[str]) -> str:
+    """Return the first words of a command, up to an option such as ``--api-key``."""
+    options = (place for place, word in enumerate(words) if word.startswith("--"))
+    return " ".join(words[: min(next(options, _MAX_WORDS), _MAX_WORDS)]).strip()
+
+
+def _container(folder: Path) -> str | None:
+    try:
+        ids = _CONTAINER.findall((folder / "cgroup").read_text(errors="replace"))
+    except OSError:
+        return None
+    return ids[-1][:_SHOWN_ID] if ids else None
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
