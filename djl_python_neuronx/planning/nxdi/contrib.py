@@ -1,0 +1,64 @@
+"""Models of NxD Inference that lie outside its package, in folders as in `contrib/models` of its repository.
+
+`contrib.toml` has what a run on a CPU rig has shown of each, by the digest of its source: a name proves nothing about
+the code that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from djl_python_neuronx.tables import read_table
+
+
+class Row(BaseModel):
+    """A folder of code: the way to load it, and what of it is shown."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    folder: str
+    """Name below `contrib/models`."""
+    sha256: str
+    """Digest of its source, see `artifacts.model_code`."""
+    verdict: Literal["right", "wrong", "fails"]
+    """`right`: logits and tokens equal those of transformers, in continuous batches with joins and slots reused, within
+    the limits below. `wrong`: they differ. `fails`: it does not import, load or run."""
+    reason: str = ""
+    """Of `wrong` and `fails`: the first difference and its cause, as the end of "it …"; lower case, no full stop."""
+    model_types: tuple[str, ...]
+    """`model_type` of the checkpoints that it was compared with."""
+    class_name: str = ""
+    """The class of the application, where the file defines several."""
+    made: Literal["auto_config", "from_pretrained", "plain_config"] = "auto_config"
+    """How its configuration is made: by the library's `load_pretrained_config` of transformers' `AutoConfig`, or of
+    transformers' `PretrainedConfig`; or by the `from_pretrained` of the class's own configuration."""
+    values: Mapping[str, Any] = {}
+    """Fields of the configuration to set, once it is made."""
+    unset: tuple[str, ...] = ()
+    """Fields of the configuration to set to None, as TOML has no null."""
+    fix: str = ""
+    """Name of the fix in `backends/nxdi/contrib_fixes.py` that it needs."""
+    degrees: tuple[int, ...] = (1, 2)
+    """Tensor parallel degrees with right answers."""
+    longest: str | int | None = None
+    """Tokens of a sequence (`n_positions`) with right answers, or the field of config.json that has this number."""
+    slots: int | None = None
+    """Most slots with right answers; None: any number."""
+    only: Mapping[str, tuple[Any, ...]] = {}
+    """Fields of config.json to the values with right answers; the text "absent" stands for null and for no field."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: tuple[Row, ...] = ()
+
+
+@cache
+def rows() -> Mapping[str, Row]:
+    """Return the rows of `contrib.toml` by the digest of their source."""
+    return {row.sha256: row for row in read_table(__file__, "contrib.toml", _Table).model}
