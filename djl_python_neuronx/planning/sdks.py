@@ -1,0 +1,160 @@
+"""Versions of the Neuron SDK: what each one consists of (`sdks.toml`), what this machine has, and what does not fit.
+
+A machine may have packages of several SDKs: the driver belongs to the host, the runtime to the container, and pip
+updates the libraries one by one.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.planning.backend_choice import installed_versions
+from djl_python_neuronx.tables import read_table
+
+DRIVER, RUNTIME = "aws-neuronx-dkms", "aws-neuronx-runtime-lib"
+COMPILER = "neuronx-cc"
+SYSTEM = (DRIVER, RUNTIME, "aws-neuronx-collectives", "aws-neuronx-tools", "aws-neuron-dkms")
+"""Packages of apt or dnf."""
+_ALSO = ("torch", "torch-xla", "djl-python-neuronx")
+"""Python packages that no SDK names, or not by their own versions."""
+_QUERIES = (
+    ("dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version}\n", *SYSTEM),
+    ("rpm", "--query", "--queryformat", "installed %{NAME} %{VERSION}\n", *SYSTEM),
+)
+_RELEASE = re.compile(r"\d+(\.\d+)+")
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Sdk:
+    """A release of the Neuron SDK."""
+
+    version: str
+    python: tuple[str, ...]
+    """Versions of Python that its compiler is built for."""
+    sources: tuple[str, ...]
+    packages: Mapping[str, tuple[str, ...]]
+    """Versions by package, as apt or pip name it: release numbers, or a pattern such as ``4.57.*``."""
+
+    def has(self, package: str, version: str) -> bool:
+        """True if it has this version of the package."""
+        return any(fnmatchcase(release(version), pin) for pin in self.packages.get(package, ()))
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Versions that do not work together."""
+
+    versions: Mapping[str, str]
+    """Specifiers (PEP 440) by package; ``linux`` is the kernel."""
+    level: Level
+    problem: str
+    fix: str
+    source: str
+    chips: tuple[str, ...] = ()
+    """Families of machines that have it; empty: all."""
+
+    def holds(self, versions: Mapping[str, str], family: str | None) -> bool:
+        """True if these versions, on a machine of this family, are the combination."""
+        return (not self.chips or family in self.chips) and all(
+            within(versions.get(package, ""), specifiers)
+            for package, specifiers in self.versions.items()
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """The contents of sdks.toml."""
+
+    sdk: tuple[Sdk, ...]
+    """The newest first."""
+    conflict: tuple[Conflict, ...]
+
+
+@cache
+def table() -> Table:
+    """Return the contents of sdks.toml."""
+    return read_table(__file__, "sdks.toml", Table)
+
+
+def release(version: str) -> str:
+    """Return the numbers at the start of a version: no hash of AWS's builds, no revision of a distribution."""
+    found = _RELEASE.match(version)
+    return found[0] if found else ""
+
+
+def within(version: str, specifiers: str) -> bool:
+    """True if a version has numbers that fulfil the specifiers."""
+    numbers = release(version)
+    return bool(numbers) and SpecifierSet(specifiers).contains(numbers)
+
+
+def closest(versions: Mapping[str, str], packages: Iterable[str] = ()) -> Sdk | None:
+    """Return the SDK that has most of these versions, of equal ones the newest; None if none has any.
+
+    `packages`: those that are compared; by default all.
+    """
+    compared = [*packages] or [*versions]
+
+    def shared(sdk: Sdk) -> int:
+        return sum(name in versions and sdk.has(name, versions[name]) for name in compared)
+
+    best = max(table().sdk, key=shared)  # the first of equal ones
+    return best if shared(best) else None
+
+
+def machine_versions(root: Path = Path("/"), search_path: str | None = None) -> dict[str, str]:
+    """Return versions by package: of the loaded driver, packages of the system and of Python, ``python``, ``linux``.
+
+    Never raises; what is not installed, or cannot be seen, is left out. `root`: root of the file system. `search_path`:
+    folders of dpkg-query and rpm; None: `$PATH`.
+    """
+    names = {name for sdk in table().sdk for name in sdk.packages if name not in SYSTEM}
+    versions = {
+        **system_packages(search_path),
+        **installed_versions(sorted({*names, *_ALSO})),
+        "python": platform.python_version(),
+    }
+    versions.pop(DRIVER, None)  # what is not loaded drives nothing
+    for name, file in (
+        (DRIVER, "sys/module/neuron/version"),
+        ("linux", "proc/sys/kernel/osrelease"),
+    ):
+        with suppress(OSError):
+            versions[name] = (root / file).read_text(errors="replace").strip()
+    return versions
+
+
+def system_packages(search_path: str | None = None) -> dict[str, str]:
+    """Return the versions of the installed packages of `SYSTEM`, by dpkg or rpm. Never raises."""
+    found = {}
+    for program, *arguments in _QUERIES:
+        if path := shutil.which(program, path=search_path):
+            for line in output([path, *arguments]).splitlines():
+                status, name, version = [*line.split(), "", "", ""][:3]
+                if status == "installed" and name in SYSTEM:
+                    found[name] = version
+    return found
+
+
+def output(command: list[str]) -> str:
+    """Return what a program writes, whatever its exit status; empty if it does not run or takes too long."""
+    try:
+        ran = subprocess.run(  # noqa: S603 - fixed arguments, and no shell
+            command, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ran.stdout.decode(errors="replace")
