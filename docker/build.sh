@@ -1,24 +1,35 @@
 #!/bin/sh
 # docker/build.sh cpu|tnx|nxdi|djl [arguments of docker build]: builds djl-python-neuronx:IMAGE with the versions of
-# versions.env and the wheel in dist/ (`make dist`). djl starts from the image of BACKEND (nxdi unless it is set) and is
+# versions.env and the wheel in dist/ (`make dist`). SDK=2.28 takes those of sdk-2.28.env instead of the image's own SDK,
+# and appends -sdk2.28 to the tag. djl starts from the image of BACKEND (nxdi unless it is set) and is
 # djl-python-neuronx:djl-BACKEND.
 set -eu
 cd "$(dirname "$0")/.."
 image=${1:?expected cpu, tnx, nxdi or djl}
 shift
-tag=$image
+fail() { echo "docker/build.sh: $*" >&2 && exit 1; }
+suffix=${SDK:+-sdk$SDK}
+sdk=${SDK:-none}
+tag=$image$suffix
 if [ "$image" = djl ]; then
     backend=${BACKEND:-nxdi}
     docker/build.sh "$backend" "$@"
-    set -- --build-arg "BACKEND=$backend" "$@"
-    tag=djl-$backend
+    set -- --build-arg "BACKEND=$backend$suffix" "$@"
+    tag=djl-$backend$suffix
 fi
 for wheel in dist/*.whl; do
-    [ -f "$wheel" ] || { echo "docker/build.sh: no wheel in dist/; run make dist" >&2 && exit 1; }
+    [ -f "$wheel" ] || fail "no wheel in dist/; run make dist"
 done
 version=${wheel#*-}
 set -- --build-arg "PACKAGE_VERSION=${version%%-*}" --build-arg "REVISION=$(git rev-parse HEAD)" "$@"
-while IFS= read -r pin; do
-    if grep -q "^ARG ${pin%%=*}$" "docker/Dockerfile.$image"; then set -- --build-arg "$pin" "$@"; fi
-done <docker/versions.env
+case $image in
+cpu) [ "$sdk" = none ] || fail "SDK=$sdk: the image cpu has none" ;;
+nxdi | tnx) sdk=${SDK:-$(sed -n "s/^${image}_SDK=//p" docker/versions.env)} ;;
+esac
+pins=docker/sdk-$sdk.env
+[ "$sdk" = none ] || [ -f "$pins" ] || fail "SDK=$sdk: expected one of" docker/sdk-*.env
+for name in $(sed -n 's/^ARG \([A-Z0-9_]*\)$/\1/p' "docker/Dockerfile.$image"); do
+    pin=$(cat docker/versions.env "$pins" 2>/dev/null | grep "^$name=") || fail "SDK=$sdk: $pins has no $name"
+    set -- --build-arg "$pin" "$@"
+done
 exec docker build --file "docker/Dockerfile.$image" --tag "djl-python-neuronx:$tag" "$@" .

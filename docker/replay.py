@@ -43,6 +43,9 @@ class ReplayError(Exception):
 class Image:
     """A Dockerfile's instructions for running the result, and the variables while its steps run."""
 
+    name: str = ""
+    """Of its Dockerfile; that of the image below, if it starts from one of ours."""
+
     env: dict[str, str] = field(
         default_factory=lambda: {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -294,9 +297,16 @@ def debootstrap(root: Path) -> None:
         shutil.copyfile(f"/etc/{name}", root / "etc" / name)
 
 
-def pins() -> dict[str, str]:
-    """The versions in versions.env."""
-    lines = (DOCKER / "versions.env").read_text().splitlines()
+def pins(name: str = "") -> dict[str, str]:
+    """The versions in versions.env, and those of the SDK of an image, if it has one: `SDK`, else its own."""
+    found = read_pins("versions.env")
+    sdk = os.environ.get("SDK") or found.get(f"{name}_SDK")
+    return {**found, **read_pins(f"sdk-{sdk}.env")} if sdk else found
+
+
+def read_pins(file: str) -> dict[str, str]:
+    """The versions in a file of docker/."""
+    lines = (DOCKER / file).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
@@ -310,13 +320,13 @@ def skips(kind: str, text: str) -> str | None:
 def replay(name: str, folder: Path, skipped: list[str]) -> Image:
     """Run the steps of an image in `folder`/root. `skipped` gets those that are not run, with the reason."""
     steps = instructions((DOCKER / f"Dockerfile.{name}").read_text())
-    image = Image()
+    image = Image(name)
     for at, (kind, text) in enumerate(steps):
         sys.stderr.write(f"[{name} {at + 1}/{len(steps)}] {kind} {text}\n")
         if reason := skips(kind, text):
             skipped.append(f"{name} {at + 1}: {kind} {text[:100]}…: {reason}")
         elif kind == "FROM":
-            image = start(image.expand(text), folder, skipped)
+            image = start(image.expand(text), name, folder, skipped)
         elif kind in FACTS:
             image.expand(text)
         elif kind in STEPS:
@@ -326,22 +336,22 @@ def replay(name: str, folder: Path, skipped: list[str]) -> Image:
     return image
 
 
-def start(base: str, folder: Path, skipped: list[str]) -> Image:
+def start(base: str, name: str, folder: Path, skipped: list[str]) -> Image:
     """The image that FROM names: one of docker/, or Debian in place of any other."""
     if base.startswith(OWN_IMAGE):
         return replay(base.removeprefix(OWN_IMAGE), folder, skipped)
     if not base.startswith(f"debian:{DEBIAN}"):
         skipped.append(f"FROM {base}: Debian's {DEBIAN} in its place")
     debootstrap(folder / "root")
-    return Image()
+    return Image(name)
 
 
 def argument(image: Image, root: Path, text: str) -> None:
-    """Do what ARG says: a value comes from versions.env or `GIVEN`, else from the Dockerfile."""
+    """Do what ARG says: a value comes from the pins or `GIVEN`, else from the Dockerfile."""
     name, equals, default = text.partition("=")
-    given = {**pins(), **GIVEN}
+    given = {**pins(image.name), **GIVEN}
     if name not in given and not equals:
-        raise ReplayError(f"ARG {name} has no value: neither in versions.env nor in the Dockerfile")
+        raise ReplayError(f"ARG {name} has no value: neither pinned nor in the Dockerfile")
     image.args[name] = given.get(name, image.expand(" ".join(shlex.split(default))))
 
 

@@ -19,6 +19,7 @@ import yaml
 from botocore.validate import ParamValidator
 
 from djl_python_neuronx.cli import _parser
+from djl_python_neuronx.planning.sdks import table
 from tests import known_answers
 from tests.doubles.s3_rig import KEYS
 from tests.processes import wait_until
@@ -79,13 +80,13 @@ class TestImage:
         python = "cpu" if name == "djl" else name  # the image below DJL Serving's
         assert f'name = "djl-python-neuronx-{python}"' in made
 
-    def test_versions_are_in_one_file(self, name):
-        """A base, package or download has its version from a build argument; versions.env has its value."""
+    def test_versions_are_in_one_place(self, name):
+        """A base, package or download has its version from a build argument; versions.env or an SDK has its value."""
         for kind, text in steps(name):
             if kind == "FROM":
                 assert re.fullmatch(r"\$\{\w+_BASE\}|djl-python-neuronx:\$\{BACKEND\}", text)
             if kind == "ARG" and "=" not in text:
-                assert text in replay.pins()
+                assert text in replay.pins(name)
             if kind in ("ADD", "RUN"):
                 done = re.sub(r"--mount=\S+", "", text)
                 assert not re.search(r"\d\.\d|==(?!\$\{)|\blatest\b", done)
@@ -95,13 +96,44 @@ class TestImage:
 
 def test_every_version_is_used_and_has_a_source():
     used = {text for name in IMAGES for kind, text in steps(name) if kind == "ARG"}
-    assert set(replay.pins()) == {name for name in used if "=" not in name}
+    common, sdks = replay.read_pins("versions.env"), {*DOCKER.glob("sdk-*.env")}
+    pinned = {**common, **{pin: "" for path in sdks for pin in replay.read_pins(path.name)}}
+    defaults = {pin for pin in common if pin.endswith("_SDK")}
+    assert {*pinned} - defaults == {name for name in used if "=" not in name}
     first, *groups = (DOCKER / "versions.env").read_text().split("\n\n")
     assert "NOT VERIFIED BY A BUILD" in first
-    for group in groups:
+    for group in [*groups, *(path.read_text() for path in sdks)]:
         assert re.search(r"^# .*Source", group, re.MULTILINE), group
         assert re.search(r"20\d\d-\d\d-\d\d", group), group
-    assert not [pin for pin in replay.pins().values() if "latest" in pin]
+        assert "latest" not in group
+
+
+PACKAGES = {
+    "RUNTIME_LIB": "aws-neuronx-runtime-lib",
+    "COLLECTIVES": "aws-neuronx-collectives",
+    "TOOLS": "aws-neuronx-tools",
+}
+PYTHON_OF_BASE = {"ubuntu:22.04": "3.10", "ubuntu:24.04": "3.12"}
+
+
+@pytest.mark.parametrize("path", sorted(DOCKER.glob("sdk-*.env")), ids=lambda path: path.stem)
+def test_an_image_has_one_sdk(path):
+    """Base, packages and constraints of an image are of one SDK, as the table of SDKs has it."""
+    pins = replay.read_pins(path.name)
+    (sdk,) = [one for one in table().sdk if one.version == pins["NEURON_SDK"]]
+    assert sdk.version.startswith(f"{path.stem.removeprefix('sdk-')}.")
+    assert PYTHON_OF_BASE[pins["NEURON_BASE"].rpartition("/")[2]] in sdk.python
+    packages = {PACKAGES.get(pin, pin.lower().replace("_", "-")): pin for pin in pins}
+    found = {name: pins[pin] for name, pin in packages.items() if name in sdk.packages}
+    assert len(found) >= 7
+    assert {name: version for name, version in found.items() if not sdk.has(name, version)} == {}
+    assert bool(pins.get("NKI")) == ("nki" in sdk.packages and "TRANSFORMERS_NEURONX" not in pins)
+    lines = (ROOT / "constraints" / pins["CONSTRAINTS"]).read_text().splitlines()
+    transformers = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")[
+        "transformers"
+    ]
+    if "NEURONX_DISTRIBUTED_INFERENCE" in pins and "transformers" in sdk.packages:
+        assert sdk.has("transformers", transformers)
 
 
 def test_what_is_skipped():
@@ -120,18 +152,22 @@ def test_what_is_skipped():
     ]
 
 
-def test_the_compiler_of_an_old_sdk_takes_its_own_numpy():
+@pytest.mark.parametrize(("name", "sdk"), [("tnx", "2.25"), ("nxdi", "2.24"), ("nxdi", "2.31")])
+def test_the_compiler_of_an_old_sdk_takes_its_own_numpy(monkeypatch, name, sdk):
     """AWS's notes of SDK 2.25 name numpy up to 1.22: with the pin of `constraints/` pip would refuse the compiler."""
+    monkeypatch.setenv("SDK", sdk)
     (step,) = [
         text
-        for kind, text in replay.instructions((DOCKER / "Dockerfile.tnx").read_text())
+        for kind, text in replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
         if kind == "RUN" and "pip.repos.neuron" in text
     ]
     (used,) = re.findall(r"--constraint (\S+)", step)
     (making,) = re.findall(rf"(grep .*?) > {used}", step)
-    command = making.replace("/constraints.txt", str(ROOT / "constraints/sdk-2.21.txt"))
-    made = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout
-    assert "transformers==4.45.2" in made
+    environ = {**os.environ, "CONSTRAINTS": replay.pins(name)["CONSTRAINTS"]}
+    command = ["sh", "-c", making.replace("/constraints/", f"{ROOT}/constraints/")]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    made = ran.stdout
+    assert "\ntransformers==" in made
     assert "numpy" not in made
 
 
@@ -201,8 +237,18 @@ class TestReplay:
                 replay.in_context(left_out)
 
 
-@pytest.mark.parametrize("name", IMAGES)
-def test_build_gives_every_version(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "backend", "sdk"),
+    [
+        ("cpu", "", ""),
+        ("djl", "cpu", ""),
+        ("djl", "nxdi", "2.28"),
+        ("nxdi", "", ""),
+        ("nxdi", "", "2.24"),
+        ("tnx", "", ""),
+    ],
+)
+def test_build_gives_every_version(tmp_path, monkeypatch, name, backend, sdk):
     """The command lines of `docker build`; djl's image is built after the one that it starts from."""
     shutil.copytree(DOCKER, tmp_path / "docker")
     for program, line in (("docker", 'echo "$*" >> "$LOG"'), ("git", "echo 0ec5")):
@@ -211,7 +257,9 @@ def test_build_gives_every_version(tmp_path, name):
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)
     log = tmp_path / "log"
-    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log), "BACKEND": "cpu"}
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log)}
+    environ |= {"BACKEND": backend, "SDK": sdk}
+    monkeypatch.setenv("SDK", sdk)
     command = [tmp_path / "docker/build.sh", name, "--pull"]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert (ran.returncode, log.exists()) == (1, False)
@@ -221,22 +269,49 @@ def test_build_gives_every_version(tmp_path, name):
     (tmp_path / "dist/djl_python_neuronx-1.2.dev3+g0ec5-py3-none-any.whl").touch()
     subprocess.run(command, env=environ, check=True)
     *before, line = log.read_text().splitlines()
-    assert [one.split()[2] for one in before] == ["docker/Dockerfile.cpu"] * (name == "djl")
-    tag = "djl-cpu" if name == "djl" else name
+    assert [one.split()[2] for one in before] == [f"docker/Dockerfile.{backend}"] * bool(backend)
+    suffix = f"-sdk{sdk}" if sdk else ""
+    tag = f"{name}-{backend}{suffix}" if backend else f"{name}{suffix}"
     words = line.split()
     assert words[:3] == ["build", "--file", f"docker/Dockerfile.{name}"]
     assert words[3:5] == ["--tag", f"djl-python-neuronx:{tag}"]
     assert words[-2:] == ["--pull", "."]
     given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert given.get("NEURON_SDK", sdk).startswith(sdk)
     found = replay.instructions((DOCKER / f"Dockerfile.{name}").read_text())
     pinned = {text for kind, text in found if kind == "ARG" and "=" not in text}
-    expected = {pin: value for pin, value in replay.pins().items() if pin in pinned}
+    expected = {pin: value for pin, value in replay.pins(name).items() if pin in pinned}
     assert given == {
         **expected,
         "PACKAGE_VERSION": "1.2.dev3+g0ec5",
         "REVISION": "0ec5",
-        **({"BACKEND": "cpu"} if name == "djl" else {}),
+        **({"BACKEND": f"{backend}{suffix}"} if backend else {}),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "sdk", "message"),
+    [
+        ("nxdi", "2.27", "SDK=2.27: expected one of docker/sdk-2.24.env"),
+        ("nxdi", "2.25", "sdk-2.25.env has no NEURONX_DISTRIBUTED"),
+        ("tnx", "2.31", "sdk-2.31.env has no TRANSFORMERS_NEURONX"),
+        ("cpu", "2.31", "the image cpu has none"),
+    ],
+)
+def test_build_refuses_an_sdk_that_an_image_cannot_have(tmp_path, name, sdk, message):
+    for folder in ("docker", "dist"):
+        (tmp_path / folder).mkdir()
+    shutil.copytree(DOCKER, tmp_path / "docker", dirs_exist_ok=True)
+    (tmp_path / "dist/djl_python_neuronx-1.2-py3-none-any.whl").touch()
+    (tmp_path / "bin").mkdir()
+    for program in ("docker", "git"):
+        (tmp_path / "bin" / program).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SDK": sdk}
+    command = [tmp_path / "docker/build.sh", name]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert message in ran.stderr
 
 
 RECORD = """#!/bin/sh
