@@ -117,6 +117,11 @@ def applied(arguments: LibraryArguments, num_cores: int) -> Iterator[None]:
         os.environ.update(before)
 
 
+def value(name: str) -> str | None:
+    """Return a variable of this process; None: it is not set."""
+    return os.environ.get(name)
+
+
 def count_cores(root: Path = Path("/sys")) -> int:
     """Return the physical CPU cores within the process's affinity and its container's quota; at least 1.
 

@@ -11,6 +11,7 @@ from djl_python_neuronx.artifacts.weights import WeightsKind
 from djl_python_neuronx.config.step_times import StepTimes
 from djl_python_neuronx.errors import IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.nxdi.contrib import Code
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class LoadPlan:
     process_cores: int = 0
     """NeuronCores that all models of the process share; 0 if this is the only one."""
     trust_remote_code: bool = False
+    code: Code | None = None
+    """The model's code in the place of the library's own; run with `trust_remote_code` alone."""
     revision: str | None = None
     """Revision of the remote code."""
     num_threads: int | None = None

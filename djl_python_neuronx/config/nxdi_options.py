@@ -17,6 +17,8 @@ from djl_python_neuronx.config.values import (
     Count,
     Dtype,
     Hyphenated,
+    Identifier,
+    ModelSource,
     Object,
     Option,
     OptionGroup,
@@ -41,8 +43,25 @@ _TuningObject = Annotated[Object | None, _nxdi(file=True)]
 _Feature = Annotated[bool | None, _FEATURE]
 
 
+_CODE = {"nxdi": "NeuronBaseForCausalLM()"}
+
+
 class NxdiOptions(OptionGroup):
     """NxD Inference only."""
+
+    nxdi_model_code: Annotated[
+        ModelSource | None,
+        Field(min_length=1),
+        Option("a folder, owner/name[@revision] or s3://bucket/key", to=_CODE, graph=()),
+    ] = None
+    """Code of the model in the place of the library's own class: a folder as in `contrib/models` of its repository, or
+    one of the Hub or S3. It is run, so it needs `trust_remote_code`; its content is part of the compile key, and an
+    output has a copy (docs/nxdi.md)."""
+    nxdi_model_class: Annotated[Identifier | None, Option("the name of a class", to=_CODE)] = None
+    """Class of that code, where it has several subclasses of `NeuronBaseForCausalLM`."""
+    nxdi_model_code_unverified: Annotated[bool, Option()] = False
+    """Run code of which nothing is known, that is known to be wrong, or beyond what was compared with transformers.
+    Without it these are errors."""
 
     cp_degree: _TuningCount = None
     """Ranks that share one prompt's tokens in attention (context parallelism). Must divide `tensor_parallel_degree`."""

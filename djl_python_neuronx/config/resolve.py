@@ -59,7 +59,7 @@ from djl_python_neuronx.errors import (
 _DEFAULT = "default"
 _REMARKED = {sources.FILE_NAME, sources.ENVIRONMENT, keywords.OVERRIDE}
 """Sources that the command line is meant to override, and of which two settings of one option have another message."""
-_RUNS = {"trust_remote_code", "entryPoint", "pythonExecutable"}
+_RUNS = {"trust_remote_code", "nxdi_model_code", "entryPoint", "pythonExecutable"}
 _WRITTEN = {"compiled_graph_path", "draft_model_compiled_path"}
 _MODELS = {"model_id", "speculative_draft_model"}
 _TEMPLATES = names_where(lambda marker: marker.text_file)

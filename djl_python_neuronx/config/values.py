@@ -462,6 +462,7 @@ _Filled = Field(min_length=1)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds, a number above 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 Word = Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, min_length=1)]
+Identifier = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^[A-Za-z_]\w*$")]
 Plain = Annotated[str, _Filled, AfterValidator(partial(_without, hints.TEXT))]
 LocalPath = Annotated[Plain, AfterValidator(_local_path), Allowed("a file or folder")]
 Location = Annotated[Plain, AfterValidator(_location), Allowed("a folder or s3://bucket/key")]

@@ -8,6 +8,7 @@ from typing import Any
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts.manifest import CompileFacts, artifact_digest
 from djl_python_neuronx.loading.mismatch import graph_target
+from djl_python_neuronx.loading.own_model import code_facts
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.backend_choice import installed_versions, libraries
 from djl_python_neuronx.planning.plan import flag_facts, graph_options, library_facts
@@ -23,6 +24,7 @@ def compile_facts(prepared: Prepared, model_dir: Path) -> CompileFacts:
     if (compiler := backends.compiler(backend)) is not None:
         wanted = graph_options(prepared.options, backend)
         wanted |= library_facts(backend) | flag_facts(prepared.environ)
+        wanted |= code_facts(prepared.case.code)
         package, version = backends.COMPILER, compiler.compiler_version()
     return CompileFacts(
         graph_options=wanted,

@@ -28,6 +28,7 @@ from djl_python_neuronx.errors import (
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.nxdi.contrib import Code
 from djl_python_neuronx.planning.rules import OPEN
 
 DRAFT = "speculative_draft_model"
@@ -43,6 +44,8 @@ class Model:
     artifact: Artifact
     whole: bool = True
     """False: config.json only."""
+    code: Code | None = None
+    """Code in the place of the library's own class."""
 
     @cached_property
     def facts(self) -> ModelFacts:

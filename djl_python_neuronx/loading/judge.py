@@ -24,6 +24,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.loading.find import Model
 from djl_python_neuronx.loading.mismatch import FLAGS, find_mismatch, graph_target
+from djl_python_neuronx.loading.own_model import code_facts
 from djl_python_neuronx.loading.situation import Purpose, Situation
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.planning.backend_choice import libraries
@@ -169,7 +170,9 @@ def judge_graphs(
     if artifact.unused and not case.on_cpu:
         situation.problems.add("warning", artifact.unused)
     with situation.problems.catch():
-        flags = {} if case.on_cpu else flag_facts(situation.environ)
+        flags = {}
+        if not case.on_cpu:
+            flags = flag_facts(situation.environ) | code_facts(case.code)
         others: set[str] = set()
         refused = False
         if artifact.backend == case.backend and not case.on_cpu:

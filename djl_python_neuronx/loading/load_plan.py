@@ -51,6 +51,7 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         tensor_parallel_degree=prepared.case.degree,
         process_cores=prepared.process_cores,
         trust_remote_code=options.trust_remote_code,
+        code=prepared.case.code,
         revision=options.revision,
         num_threads=options.cpu_threads,
         sim_step_ms=options.sim_step_ms,

@@ -28,6 +28,7 @@ from djl_python_neuronx.loading.judge import (
     judge_vocabulary,
 )
 from djl_python_neuronx.loading.mismatch import fill_recorded, has_own_graphs
+from djl_python_neuronx.loading.own_model import with_code
 from djl_python_neuronx.loading.preparation_log import log_plan, log_problems, log_settings
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose, Situation
@@ -112,6 +113,7 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     try:
         model = find_model(settings, situation)
         if model is not None:
+            model = with_code(model, settings, settings.origins, situation)
             backend = _choose_backend(model, settings, situation)
     except ServingError as error:
         problems.add_error(error)
@@ -125,7 +127,9 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     base = options.model_dir if DRAFT in settings.origins else None
     base = base or model.artifact.path
     with problems.catch():
+        given = settings.origins
         settings = fill_recorded(settings, model.artifact, backend)
+        model = with_code(model, settings, given, situation)
     draft, of_draft = None, replace(situation, problems=Problems())
     if (name := settings.options.speculative_draft_model) is not None:
         held = model.artifact.manifest
@@ -154,6 +158,7 @@ def _case(settings: Resolved, model: Model, backend: str, situation: Situation) 
         foreign_graphs=saved or (of_vllm and backend == "nxdi"),
         among_others=situation.among_others,
         compiled=model.artifact.backend == backend and model.artifact.compiled is not None,
+        code=model.code,
     )
 
 

@@ -103,7 +103,7 @@ def choose_backend(
         BackendUnavailableError: nothing can serve here; the message names what is missing. Not in a dry run.
     """
     missing = {
-        name: (_unknown_model(name, model_type), _obstacle(name, installed))
+        name: (_unknown_model(name, model_type, options), _obstacle(name, installed))
         for name in NEURON_BACKENDS
     }
     is_open = options.model_loader in OPEN
@@ -145,10 +145,11 @@ def _why_not(name: str, objections: tuple[str, ...], to_chosen: tuple[str, ...])
     )
 
 
-def _unknown_model(backend: str, model_type: str | None) -> str:
+def _unknown_model(backend: str, model_type: str | None, options: ServingOptions) -> str:
     """Explain why a library cannot serve the model type; empty if it can, or the type is unknown."""
-    known = NEURON_BACKENDS[backend].architectures
-    if model_type is None or model_type in known:
+    neuron = NEURON_BACKENDS[backend]
+    own_code = options.nxdi_model_code is not None and neuron.with_code is not None
+    if model_type is None or model_type in neuron.architectures or own_code:
         return ""
     return f"{backend} does not support model_type {model_type!r}"
 

@@ -13,6 +13,7 @@ from djl_python_neuronx.planning.arguments import LibraryArguments, PlannedGraph
 from djl_python_neuronx.planning.capabilities import Capability, Heads, sequences_beyond_window
 from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.nxdi.contrib import Code
 
 Filled: TypeAlias = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
@@ -52,6 +53,8 @@ class NeuronBackend:
     """Further packages whose versions change the graphs."""
     not_served: Mapping[str, str] = field(default_factory=dict)
     """Architectures of the library that are not served, and what their class does."""
+    with_code: Capability | None = None
+    """Support of models whose code is not the library's (`Case.code`); None: it takes none."""
     later: tuple[str, ...] = ()
     """Options that other libraries serve, and a later version with this one; `rules` refuse them."""
     host_samples: tuple[str, ...] = ()
@@ -108,6 +111,8 @@ class Case:
     """The machine serves other models too."""
     compiled: bool = False
     """Graphs of this library came with the model."""
+    code: Code | None = None
+    """Code of the model, for a library that can take it in the place of its own class."""
 
     def with_options(self, **values: object) -> Case:
         """Return the same case with other values of options, which are not validated."""
@@ -138,7 +143,11 @@ class Case:
     @cached_property
     def capability(self) -> Capability | None:
         """The library's support of the model's architecture; None: unknown architecture, or no library."""
-        return None if self.neuron is None else self.neuron.capability(self.model.model_type)
+        if self.neuron is None:
+            return None
+        if self.code is not None and self.neuron.with_code is not None:
+            return self.neuron.with_code
+        return self.neuron.capability(self.model.model_type)
 
     @cached_property
     def effective(self) -> ServingOptions:

@@ -20,6 +20,7 @@ from djl_python_neuronx.backends.tnx.model import CLASSES
 from djl_python_neuronx.config.step_times import StepTimes
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
 from djl_python_neuronx.planning.arguments import LibraryArguments
+from djl_python_neuronx.planning.nxdi.contrib import Code
 from djl_python_neuronx.planning.tnx.capabilities import TNX
 
 PLAN = backends.LoadPlan(Path("/nowhere"), 2, 64, (16, 32))
@@ -126,7 +127,8 @@ def test_a_plan_crosses_to_another_process_as_it_is() -> None:
         environment={"NEURON_COMPILE_CACHE_URL": "/ä b"},
     )
     plan = backends.LoadPlan(
-        Path("/ä b"), 2, 64, (16, 32), (32, 64), "bfloat16", "presharded", 4, 8, True, "main", 3,
+        Path("/ä b"), 2, 64, (16, 32), (32, 64), "bfloat16", "presharded", 4, 8, True,
+        Code(Path("/code"), "ab", "Class"), "main", 3,
         StepTimes(prefill={64: 1.5}, decode={64: 2.0}), frozenset({1, 2}), 3, True, True, "global_top_k", True,
         arguments,
     )  # fmt: skip

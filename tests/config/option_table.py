@@ -602,6 +602,19 @@ COMPILER = {
 }
 
 NXDI_ONLY = {
+    "nxdi_model_code": Row(
+        (("./code", "./code"), ("org/code@v1", "org/code@v1"), ("s3://b/k", "s3://b/k")),
+        ("", *TEXT_BAD),
+        REFUSED,
+        BACKEND,
+    ),
+    "nxdi_model_class": Row(
+        (("NeuronGraniteForCausalLM", "NeuronGraniteForCausalLM"), *NONE),
+        ("", "a.b", "1a", "os.system('x')", *TEXT_BAD),
+        REFUSED,
+        BACKEND,
+    ),
+    "nxdi_model_code_unverified": flag(),
     **{
         name: count(LEFT_OUT, name)
         for name in (

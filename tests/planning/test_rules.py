@@ -701,6 +701,18 @@ NXDI = [
         mends={"token_generation_batches": (4, 8)},
     ),
     Row(
+        "nxdi_model_code",
+        "error",
+        breaks={"nxdi_model_code": "./code"},
+        mends={"trust_remote_code": True},
+    ),
+    Row(
+        "nxdi_model_class",
+        "error",
+        breaks={"nxdi_model_class": "A"},
+        mends={"nxdi_model_code": "./code", "trust_remote_code": True},
+    ),
+    Row(
         "padding_side",
         "error",
         breaks={"padding_side": "left", "rolling_batch_strategy": "naive_rolling_batch"},

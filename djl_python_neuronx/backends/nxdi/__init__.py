@@ -16,6 +16,7 @@ from typing import Any
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads, translated
+from djl_python_neuronx.backends.nxdi.contrib import VARIABLE
 from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError
@@ -133,6 +134,7 @@ def _world(plan: LoadPlan) -> int:
 @contextmanager
 def _environment(plan: LoadPlan, more: Mapping[str, str] = {}) -> Iterator[None]:
     arguments = plan.arguments
-    arguments = replace(arguments, environment={**arguments.environment, **more})
+    own = {} if plan.code is None else {VARIABLE: str(plan.code.folder)}
+    arguments = replace(arguments, environment={**arguments.environment, **more, **own})
     with env.applied(arguments, max(_world(plan), plan.process_cores)):
         yield

@@ -48,7 +48,7 @@ class ContinuousBackend(SlotBackend):
         super().__init__(spec, Calls(application, spec))
         self._newest = SlotRows(spec)
         self._doubts = Doubts(spec.num_slots)
-        self._rolls = rolls(application.config)
+        self._rolls = plan.code is None and rolls(application.config)
 
     def _run(self, step: Step) -> StepOutput:
         [(kind, rows)] = step.parts

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.backends.neuron import check_keywords, import_library
+from djl_python_neuronx.backends.nxdi.contrib.application import contributed
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
@@ -21,6 +22,7 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.fields import rope_type
+from djl_python_neuronx.planning.nxdi.contrib import Code
 
 PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
@@ -60,14 +62,48 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
         IncompatibleOptionsError: the installed library has no such keyword.
     """
     import_library(PACKAGE, _LIBRARY)
+    keywords = {**plan.arguments.neuron_config, **keywords}
+    if plan.code is not None:
+        return _contributed(plan, plan.code, compiled, keywords)
     configuration = _read_config(plan, compiled)
     _translate(configuration, plan)
     made = find_class(configuration.model_type)
-    neuron_config = _neuron_config(made, {**plan.arguments.neuron_config, **keywords})
+    neuron_config = _neuron_config(made, keywords)
     adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
     config = made.get_config_cls()(
         neuron_config, load_config=adapter.load_pretrained_config(hf_config=configuration)
     )
+    return _made(made, config, plan)
+
+
+def _contributed(
+    plan: LoadPlan, code: Code, compiled: Path | None, keywords: Mapping[str, Any]
+) -> Any:  # noqa: ANN401
+    """Return the application of a model whose code is not the library's."""
+    if not plan.trust_remote_code:
+        message = f"the code in {code.folder} is run with option.trust_remote_code=true alone"
+        raise BackendError(message)
+    folder = next(
+        (each for each in (plan.model_dir, compiled) if each and (each / CONFIG).is_file()),
+        plan.model_dir,
+    )
+    with contributed(code) as own:
+        neuron_config = _neuron_config(own.kind, keywords)
+        config = own.configure(
+            neuron_config, folder, lambda: _renamed(_read_config(plan, compiled))
+        )
+        application = _made(own.made, config, plan)
+        own.check_weights(application)
+        return application
+
+
+def _renamed(configuration: Any) -> Any:  # noqa: ANN401
+    """Return a configuration of any version of transformers with the names of rotary positions that code reads."""
+    vars(configuration).update(rotary_fields(configuration))
+    return configuration
+
+
+def _made(made: Any, config: Any, plan: LoadPlan) -> Any:  # noqa: ANN401
     # The library prefers this place to the one that it is given, and writes it beside the graphs. Up to 0.6 any value
     # is taken for a place or for a name of the hub.
     vars(config).pop("_name_or_path", None)

@@ -7,7 +7,9 @@ the code that is there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -41,7 +43,7 @@ class Row(BaseModel):
     unset: tuple[str, ...] = ()
     """Fields of the configuration to set to None, as TOML has no null."""
     fix: str = ""
-    """Name of the fix in `backends/nxdi/contrib_fixes.py` that it needs."""
+    """Name of the fix in `backends/nxdi/contrib/fixes.py` that it needs."""
     degrees: tuple[int, ...] = (1, 2)
     """Tensor parallel degrees with right answers."""
     longest: str | int | None = None
@@ -50,6 +52,11 @@ class Row(BaseModel):
     """Most slots with right answers; None: any number."""
     only: Mapping[str, tuple[Any, ...]] = {}
     """Fields of config.json to the values with right answers; the text "absent" stands for null and for no field."""
+
+    @classmethod
+    def unknown(cls, digest: str) -> Row:
+        """The way to load code that has no row."""
+        return cls(folder="", sha256=digest, verdict="wrong", model_types=())
 
 
 class _Table(BaseModel):
@@ -62,3 +69,24 @@ class _Table(BaseModel):
 def rows() -> Mapping[str, Row]:
     """Return the rows of `contrib.toml` by the digest of their source."""
     return {row.sha256: row for row in read_table(__file__, "contrib.toml", _Table).model}
+
+
+def row_of(digest: str) -> Row | None:
+    """Return the row of the code with a digest; None: nothing is known of it."""
+    return rows().get(digest)
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code of a model in the place of the library's own."""
+
+    folder: Path
+    digest: str
+    """See `artifacts.model_code`."""
+    class_name: str = ""
+    """The class of the application; empty: the row's, or the only one."""
+
+    @property
+    def row(self) -> Row | None:
+        """Its row; None: nothing is known of it."""
+        return row_of(self.digest)

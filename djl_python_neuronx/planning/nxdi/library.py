@@ -9,6 +9,7 @@ from djl_python_neuronx.planning.case import Case, Filled, NeuronBackend
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.arguments import graphs, write_arguments
 from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
+from djl_python_neuronx.planning.nxdi.contrib_rules import WITH_CODE
 from djl_python_neuronx.planning.nxdi.rules import LATER, NXDI_RULES, findings
 
 
@@ -45,6 +46,7 @@ LIBRARY: Final = NeuronBackend(
     # Source: neuronx-distributed-inference 0.9: torch traces modules of neuronx-distributed through torch-neuronx.
     traced_with=("neuronx-distributed", "torch", "torch-neuronx", "transformers"),
     not_served=REFUSED,
+    with_code=WITH_CODE,
     later=LATER,
     # It leaves out the token with which the sum of probabilities reaches top_p.
     host_samples=("top_p below 1",),

@@ -15,6 +15,7 @@ from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import first_size
+from djl_python_neuronx.planning.nxdi import contrib_rules
 from djl_python_neuronx.planning.nxdi.arguments import graphs
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
@@ -235,7 +236,16 @@ _LATER = tuple(
     when(**{name: SET}).refuse("served with NxD Inference in a later version; leave it out")
     for name in LATER
 )
+_CODE = (
+    when(nxdi_model_code=SET, trust_remote_code=False).refuse(
+        "it is run, as all code that comes with a model, with trust_remote_code=true alone: read it, then set that"
+    ),
+    when(nxdi_model_class=SET, nxdi_model_code=UNSET).refuse(
+        "it is a class of nxdi_model_code; set that, or leave it out"
+    ),
+)
 NXDI_RULES: tuple[Rule, ...] = (
+    *_CODE,
     *_LATER,
     *_DEGREES,
     *_PAIRS,
@@ -297,6 +307,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _window(case)
     yield from _flash_decoding(case)
     yield from _no_kernels(case)
+    yield from contrib_rules.findings(case)
 
 
 def _window(case: Case) -> Iterator[Finding]:

@@ -1,0 +1,108 @@
+"""Modules of models that lie outside NxD Inference: their names have the digest of the source that they are made of.
+
+They are imported from the bytes that were hashed, so a file that is exchanged meanwhile is never run. Whoever imports
+one by its name, as a process does that gets a pickled class of it, gets the same code or an error: this package adds
+the finder, and the folder is in the environment while the library works.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from djl_python_neuronx.artifacts import model_code
+from djl_python_neuronx.artifacts.model_code import ModelCode
+from djl_python_neuronx.backends import env
+from djl_python_neuronx.backends.nxdi.contrib.fixes import FIXES
+from djl_python_neuronx.errors import ArtifactError
+from djl_python_neuronx.planning.nxdi.contrib import row_of
+
+VARIABLE = "DJL_NEURONX_MODEL_CODE"
+"""The folder of the code, for processes that the library starts."""
+_PREFIX = f"{__name__}.m"
+_codes: dict[str, ModelCode] = {}
+
+
+def register(folder: Path, digest: str) -> ModelCode:
+    """Read the code in a folder, for the modules below the package `package_of` it.
+
+    Raises:
+        ArtifactError: it has another digest, or cannot be read.
+    """
+    if digest not in _codes:
+        code = model_code.read(folder)
+        if code.digest != digest:
+            msg = (
+                f"the code in {folder} has changed: its SHA-256 was {digest}, and is {code.digest} now. "
+                "Check the model again, and compile it for the new code"
+            )
+            raise ArtifactError(msg)
+        _codes[digest] = code
+    return _codes[digest]
+
+
+def package_of(digest: str) -> str:
+    """Return the name of the package that has the modules of a digest."""
+    return f"{_PREFIX}{digest}"
+
+
+class _Source(InspectLoader):
+    """The loader of one module."""
+
+    def __init__(self, digest: str, content: bytes, path: Path, *, is_package: bool) -> None:
+        self._digest, self._content, self._path = digest, content, path
+        self._is_package = is_package
+
+    def is_package(self, fullname: str) -> bool:  # noqa: ARG002
+        return self._is_package
+
+    def get_source(self, fullname: str) -> str:  # noqa: ARG002
+        return self._content.decode()
+
+    def get_code(self, fullname: str) -> Any:  # noqa: ANN401, ARG002
+        return self.source_to_code(self._content, str(self._path))
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        row = row_of(self._digest)
+        if row is not None and row.fix and self._path.stem.startswith("modeling_"):
+            FIXES[row.fix](module)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(_PREFIX):
+            return None
+        digest, _, name = fullname.removeprefix(_PREFIX).partition(".")
+        folder = env.value(VARIABLE)
+        if digest not in _codes and folder is None:
+            return None
+        code = register(Path(folder or ""), digest)
+        file = name.replace(".", "/")
+        inner = f"{file}/" if file else ""
+        is_package = any(each.startswith(inner) for each in code.files)
+        found = f"{inner}__init__.py" if is_package else f"{file}.py"
+        if not is_package and found not in code.files:
+            return None
+        # The folder's own `__init__.py` is not run: some import what their folder lacks.
+        content = code.files.get(found, b"") if file else b""
+        path_of = code.folder / model_code.SOURCE / found
+        loader = _Source(digest, content, path_of, is_package=is_package)
+        spec = spec_from_loader(fullname, loader, origin=str(path_of), is_package=is_package)
+        if spec is not None:
+            spec.has_location = True
+        return spec
+
+
+sys.meta_path.append(_Finder())
