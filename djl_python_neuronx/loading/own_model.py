@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch, model_code
-from djl_python_neuronx.backends.nxdi.contrib.fixes import FIXES
+from djl_python_neuronx.backends.nxdi.contrib import fixes
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.loading.find import Model
 from djl_python_neuronx.loading.situation import Situation
@@ -59,8 +59,8 @@ def code_facts(code: Code | None) -> dict[str, str]:
         return {}
     row, recipe = code.row, ""
     if row is not None:
-        fix = inspect.getsource(FIXES[row.fix]) if row.fix else ""
-        recipe = json.dumps([row.made, dict(row.values), row.unset, fix], sort_keys=True)
+        fix = inspect.getsource(fixes) if row.fix else ""
+        recipe = json.dumps([row.made, dict(row.values), row.unset, row.fix, fix], sort_keys=True)
     return {
         DIGEST: code.digest,
         "nxdi_code_recipe": hashlib.sha256(recipe.encode()).hexdigest(),

@@ -98,7 +98,7 @@ class Contributed:
 
     def _checking(self, shard: Callable[..., Any]) -> Callable[..., Any]:
         def checked(rank: int, model: Any, checkpoint: Any, *more: Any) -> Any:  # noqa: ANN401
-            # Of the numbers of ranks, which are whole numbers, the library finds none of its own classes' caches either.
+            # Ranks are whole numbers, which the library does not find for its own classes either.
             needed = {
                 name
                 for name, tensor in model.state_dict().items()
