@@ -1,6 +1,6 @@
 """Fixes of models that lie outside NxD Inference, from outside: each changes a module right after its import.
 
-A row of planning/nxdi/contrib.toml names its fix. The text of this file is part of the compile key of all that have one.
+A row of planning/nxdi/contrib.toml names its fix. This file is part of the compile key of all that have one.
 """
 
 from __future__ import annotations
