@@ -12,6 +12,7 @@
     - ArtifactMismatchError
   + BackendError                        500
     - BackendUnavailableError           503
+      - CoresTakenError                 503
     - CompileError                      500
     - DeviceMemoryError                 507
     - StepError                         424
@@ -199,6 +200,10 @@ class BackendUnavailableError(BackendError, status=503, code="backend_unavailabl
     """The backend's library or device is missing, the engine has failed, or the server stops."""
 
     retry_after_s = 1
+
+
+class CoresTakenError(BackendUnavailableError, code="cores_taken"):
+    """The Neuron runtime of a process did not start: most likely another process holds its cores."""
 
 
 class CompileError(BackendError, code="compile_error"):

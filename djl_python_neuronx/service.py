@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from djl_python_neuronx.artifacts.folder import file_names, reading
+from djl_python_neuronx.backends.holders import once_free
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
@@ -75,7 +76,7 @@ class Service:
             tokenizer,
             observer=self._recorder,
             cores=cores,
-            settings=LoopSettings.of(options, room),
+            settings=LoopSettings.of(options, room, partial(once_free, wait_s=options.core_wait_s)),
             on_death=on_death,
             on_progress=progress.stage,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from djl_python_neuronx.errors import (
     BackendError,
     BackendUnavailableError,
     CompileError,
+    CoresTakenError,
     DeviceMemoryError,
     ServingError,
     StepError,
@@ -27,7 +28,7 @@ _COMPILER = re.compile(
 )
 
 
-_Kind = Literal["memory", "cores", "busy", "lost", "neff", "version", "invalid", "compile"]
+_Kind = Literal["memory", "cores", "taken", "busy", "lost", "neff", "version", "invalid", "compile"]
 
 
 class _Fault(NamedTuple):
@@ -81,8 +82,15 @@ _FAULTS = (
         "An earlier compile failed or was interrupted, and the compiler's cache repeats its result: remove the folder "
         "MODULE_... that it names",
     ),
+    # `ret=-16` (EBUSY) comes also if two processes take cores of one chip within milliseconds: either fails.
     _fault(
-        r"NRT_LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|cores?\(?s?\)? not available|could not open the nd\d",
+        r"cores?\(?s?\)? not available|device or resource busy|\bEBUSY\b|\bcores busy\b|in use by (?:another )?process",
+        "taken",
+        "End the process that holds the cores (neuron-ls shows it), choose others with NEURON_RT_VISIBLE_CORES, or "
+        "lower tensor_parallel_degree if the machine has fewer",
+    ),
+    _fault(
+        r"NRT_LOAD_NOT_ENOUGH_NC|NeuronCores? (?:are|is) required|could not open the nd\d",
         "cores",
         "Lower tensor_parallel_degree, give the process more cores (NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES), or "
         "end the process that holds them (neuron-ls shows it)",
@@ -91,14 +99,9 @@ _FAULTS = (
     # The whole message of torch-neuronx if the runtime fails to start; the reason is in the runtime's log.
     _fault(
         r"runtime (?:could not|cannot) be initialized|in nrt_init\b|neuron driver version|no neuron device available",
-        "cores",
+        "taken",
         "The runtime's log, just before this, has the reason: another process holds the cores (neuron-ls shows it; end "
         "it, or choose others with NEURON_RT_VISIBLE_CORES), the machine has fewer cores, or the driver is missing",
-    ),
-    _fault(
-        r"device or resource busy|\bEBUSY\b|in use by (?:another )?process",
-        "cores",
-        "End the process that holds the device (neuron-ls shows it), or choose others with NEURON_RT_VISIBLE_CORES",
     ),
     _fault(
         r"NRT_EXEC_NC_BUSY",
@@ -129,6 +132,16 @@ _FAULTS = (
     ),
 )
 
+_ERRORS: Mapping[_Kind, type[ServingError]] = {
+    "memory": DeviceMemoryError,
+    "taken": CoresTakenError,
+    "neff": ArtifactError,
+    "version": ArtifactError,
+    "invalid": BackendError,
+    "compile": CompileError,
+}
+"""The errors of loads; of all others a `BackendUnavailableError`."""
+
 
 def of_load(error: Exception, what: str, work_dir: Path | None = None) -> ServingError:
     """Return the `ServingError` for an error of a load or a compilation.
@@ -153,13 +166,7 @@ def of_load(error: Exception, what: str, work_dir: Path | None = None) -> Servin
         )
         return BackendError(f"{what} cannot be loaded: {type(error).__name__}: {text}{advice}")
     message = f"{what} cannot be loaded: {text}. {fault.advice}"
-    if fault.kind == "compile":
-        return CompileError(message)
-    if fault.kind in {"neff", "version"}:
-        return ArtifactError(message)
-    if fault.kind == "memory":
-        return DeviceMemoryError(message)
-    return BackendError(message) if fault.kind == "invalid" else BackendUnavailableError(message)
+    return _ERRORS.get(fault.kind, BackendUnavailableError)(message)
 
 
 def of_step(error: Exception, what: str) -> BackendError:
@@ -171,7 +178,7 @@ def of_step(error: Exception, what: str) -> BackendError:
         return StepError(f"{what} failed: {type(error).__name__}: {text}")
     message = f"{what} failed: {text}. {fault.advice}"
     translated = DeviceMemoryError(message) if fault.kind == "memory" else StepError(message)
-    translated.fatal = fault.kind in {"cores", "lost"}
+    translated.fatal = fault.kind in {"cores", "taken", "lost"}
     return translated
 
 

@@ -1,4 +1,4 @@
-"""Processes that hold Neuron devices, from the open files in /proc and from `neuron-ls -j`.
+"""Processes that hold Neuron devices, from the open files in /proc and from `neuron-ls -j`, and the wait for their end.
 
 The driver gives a core to one process at a time, and shows the devices of a process, not its cores. `neuron-ls` may
 miss a process in another container, and a container sees its own processes alone.
@@ -6,13 +6,17 @@ miss a process in another container, and a container sees its own processes alon
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from djl_python_neuronx.config.values import join_words
+from djl_python_neuronx.errors import CoresTakenError
 from djl_python_neuronx.planning.machines import neuron_processes
 
 _DEVICE = re.compile(r"/dev/neuron(\d+)")
@@ -22,7 +26,12 @@ _WATCHERS = frozenset({"neuron-ls", "neuron-monitor", "neuron-top"})
 """Programs that open devices and take no core."""
 _HOST_PIDS = "pid:[4026531836]"
 """The host's namespace of processes: PROC_PID_INIT_INO in Linux, include/linux/proc_ns.h."""
-_MAX_WORDS, _SHOWN_ID = 4, 12
+_MAX_WORDS, _SHOWN_ID = 6, 12
+_RETRY_S, _LOOK_S = 10.0, 1.0
+"""Seconds from a start that failed to the next one, and between two looks: the end of a holder shortens the wait."""
+_T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,49 @@ def find_holders(root: Path = Path("/"), search_path: str | None = None) -> Hold
     )
 
 
+def once_free(
+    start: Callable[[], _T],
+    *,
+    wait_s: float,
+    pause: Callable[[float], object],
+    report: Callable[[str], object],
+) -> _T:
+    """Call `start`; while it raises `CoresTakenError`, wait for the end of a holder, and call it again.
+
+    Each call has to make a new process: the runtime starts once in each. `pause` sleeps; a true value ends the wait.
+    The holders go to the log, because `report` may reach clients.
+
+    Raises:
+        CoresTakenError: the cores are still taken `wait_s` after the first failure; it names the holders.
+    """
+    ends_s = None
+    while True:
+        try:
+            return start()
+        except CoresTakenError as error:  # noqa: PERF203
+            now_s, holders = time.monotonic(), find_holders()
+            ends_s = now_s + wait_s if ends_s is None else ends_s
+            if now_s >= ends_s or pause(0):
+                message = f"{error} (waited {wait_s:g} s, option.core_wait_s). Seen: {holders}"
+                raise CoresTakenError(message) from error
+            left_s = ends_s - now_s
+            logger.warning(
+                "cores_taken left_s=%.0f holders=%r error=%s", left_s, str(holders), error
+            )
+            report(
+                f"waiting for NeuronCores that another process holds, for at most {left_s:.0f} s"
+            )
+            _await_change(holders, min(now_s + _RETRY_S, ends_s), pause)
+
+
+def _await_change(holders: Holders, until_s: float, pause: Callable[[float], object]) -> None:
+    """Wait until one of the holders has ended, or until a time."""
+    before = {holder.pid for holder in holders.found}
+    while (left_s := until_s - time.monotonic()) > 0 and not pause(min(left_s, _LOOK_S)):
+        if before - {holder.pid for holder in find_holders().found}:
+            return
+
+
 def _open_devices(folder: Path) -> Iterator[int]:
     """Yield the numbers of the devices that a process has open; none if it is gone.
 
@@ -126,9 +178,12 @@ def _command(folder: Path) -> str:
 
 
 def _shown(words: list[str]) -> str:
-    """Return the first words of a command, up to an option such as ``--api-key``."""
+    """Return the first words of a command, up to an option such as ``--api-key``, without the code behind ``-c``."""
     options = (place for place, word in enumerate(words) if word.startswith("--"))
-    return " ".join(words[: min(next(options, _MAX_WORDS), _MAX_WORDS)]).strip()
+    shown = [
+        "…" if before == "-c" else word for before, word in zip(["", *words], words, strict=False)
+    ]
+    return " ".join(shown[: min(next(options, _MAX_WORDS), _MAX_WORDS)]).strip()
 
 
 def _container(folder: Path) -> str | None:

@@ -301,6 +301,10 @@ class BatchingOptions(OptionGroup):
     engine_restarts: Annotated[Amount, Option()] = 10
     """Most starts of an engine process after crashes within ten minutes; after one more, it is given up, and with the
     last one of `replicas` the server ends."""
+    core_wait_s: Annotated[Amount, Option()] = 90
+    """Most seconds to wait for NeuronCores that another process still holds, such as a server or pod that this one
+    replaces, from the first start of an engine that failed by it; the log names the process. 0: no wait. Under DJL
+    Serving wait and load together must end within `model_loading_timeout`."""
     resume_requests: Annotated[bool, Option()] = True
     """After a crash of the engine, go on with the requests that have tokens: their prompt and tokens are prefilled by
     another copy or the next engine, and the rest follows what was sent. A request that was running at two crashes gets

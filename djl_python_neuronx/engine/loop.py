@@ -21,7 +21,12 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.delivery import Delivery, notify
 from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step
 from djl_python_neuronx.engine.streams import Observer, StreamRegistry
-from djl_python_neuronx.errors import BackendUnavailableError, ServingError, revive
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    CoresTakenError,
+    ServingError,
+    revive,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,10 @@ class Host(Protocol):
         """Wait for the engine's end. Returns how it ended, in words, or None if it still runs."""
 
 
+def _at_once(load: Callable[[], _Death | None], **_: object) -> _Death | None:
+    return load()
+
+
 @dataclass(frozen=True)
 class LoopSettings:
     """Settings of an engine loop."""
@@ -69,12 +78,17 @@ class LoopSettings:
     """After a death another engine goes on with the requests that have tokens."""
     max_request_s: float = math.inf
     """Longest time of every request: see `GenerationRequest.max_seconds`."""
+    once_free: Callable[..., _Death | None] = _at_once
+    """Calls a function that loads an engine, and again while it raises `CoresTakenError`: see `holders.once_free`."""
     room: Callable[[], AbstractContextManager[object]] = nullcontext
     """Waits until the host has memory for a load; held during each."""
 
     @classmethod
     def of(
-        cls, options: ServingOptions, room: Callable[[], AbstractContextManager[object]]
+        cls,
+        options: ServingOptions,
+        room: Callable[[], AbstractContextManager[object]],
+        once_free: Callable[..., _Death | None],
     ) -> LoopSettings:
         """Return the settings that `options` give."""
         return cls(
@@ -85,6 +99,7 @@ class LoopSettings:
             restarts=options.engine_restarts,
             resumes=options.resume_requests,
             max_request_s=options.max_request_seconds or math.inf,
+            once_free=once_free,
             room=room,
         )
 
@@ -181,11 +196,8 @@ class EngineLoop:
         """
         output_thread, watchdog = self._threads
         watchdog.start()
-        with self._settings.room():
-            if self._closing.is_set():
-                raise BackendUnavailableError(STOPPING)
-            if (death := self._load()) is not None:
-                raise death.error
+        if (death := self._load_once_free()) is not None:
+            raise death.error
         self.streams.num_slots = self.spec.num_slots
         self._delivery.check(self.spec)
         self.streams.connect(self._engine.link)
@@ -312,6 +324,31 @@ class EngineLoop:
         guess = ", as when the system runs out of memory" if how == "SIGKILL" else ""
         return _Death(BackendUnavailableError(f"the engine ended ({how}{guess})"), how)
 
+    def _load_once_free(self) -> _Death | None:
+        """Load an engine within the host's memory, again while other processes hold its cores; see `_load`."""
+
+        def load() -> _Death | None:
+            with self._settings.room():
+                if self._closing.is_set():
+                    return _Death(BackendUnavailableError(STOPPING), "stop")
+                death = self._load()
+            if (
+                death is not None
+                and isinstance(death.error, CoresTakenError)
+                and self._engine.restartable
+            ):
+                raise death.error
+            return death
+
+        def pause(seconds: float) -> bool:
+            self._silent_s = 0.0
+            return self._closing.wait(seconds)
+
+        try:
+            return self._settings.once_free(load, pause=pause, report=self._report)
+        except CoresTakenError as error:
+            return _Death(error, error.code)
+
     def _load(self) -> _Death | None:
         """Start an engine and wait until it is loaded. Returns why it could not be, or None."""
         self._silent_s, self._patience_s = 0.0, RELOAD_S + RELOAD_FACTOR * self.load_s
@@ -363,8 +400,7 @@ class EngineLoop:
             self._report(f"starting the engine again after its end ({death.cause})")
             if self._closing.wait(pause_s):
                 return False
-            with self._settings.room():
-                failed = None if self._closing.is_set() else self._load()
+            failed = self._load_once_free()
             if self._closing.is_set():
                 return False
             if failed is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from djl_python_neuronx import backends
@@ -22,6 +24,7 @@ from djl_python_neuronx.artifacts.store import (
     copy_once,
     locate,
 )
+from djl_python_neuronx.backends.holders import once_free
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
@@ -183,7 +186,8 @@ def _build(
         arguments = compiled.plan.arguments
         # The library gets the cache that can be written, not the option as it is set.
         placed = {**arguments.environment, URL_VARIABLE: cache}
-        compile_guarded(
+        run = partial(
+            compile_guarded,
             prepared.backend,
             replace(compiled.plan, arguments=replace(arguments, environment=placed)),
             target,
@@ -191,6 +195,8 @@ def _build(
             neff_cache=None if place.is_remote else Path(cache),
             forecast=replace(_forecast(prepared), listener=progress.compile),
         )
+        # transformers-neuronx compiles on the device.
+        once_free(run, wait_s=prepared.options.core_wait_s, pause=time.sleep, report=logger.info)
         made.append(target)
 
     def judge(miss: Miss) -> None:

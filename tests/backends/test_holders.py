@@ -69,14 +69,14 @@ def test_a_holder_is_named_with_command_devices_and_container(machine):
             ),
             43: (["/opt/aws/neuron/bin/neuron-monitor", "-c", "x"], "0::/\n", ["/dev/neuron0"]),
             9: (
-                ["python3", "train.py", "a", "b", "c"],
+                ["python3", "-u", "-c", "key = 1", "a", "b", "c"],
                 "0::/user.slice\n",
                 ["/dev/neuron0", "/dev/neuron0"],
             ),
         }
     )
     assert found.found == (
-        Holder(9, "python3 train.py a b", (0,)),
+        Holder(9, "python3 -u -c … a b", (0,)),
         Holder(42, "python3 -m vllm", (0, 3), CONTAINER[:12]),
     )
     assert found.unseen is None

@@ -276,6 +276,7 @@ BATCHING = {
     ),
     "batch_size": count(env=("SERVING_BATCH_SIZE",)),
     "engine_process": flag(),
+    "core_wait_s": Row((("30", 30), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "engine_restarts": Row((("3", 3), ("0", 0)), ("-1", "1.5", "soon", str(2**31), [3])),
     "resume_requests": flag(),
     "max_waiting": count(),

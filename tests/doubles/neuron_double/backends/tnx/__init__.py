@@ -1,7 +1,8 @@
 """A backend that compiles: one file per graph, each told in a log. Its device is the simulated one, without torch.
 
 Variables: `TOYC_LOG` names the log, `TOYC_VERSION` the compiler's version, `TOYC_STOP_AT` the graph whose compile
-hangs, `TOYC_FAIL` and `TOYC_UNCOMPILABLE` what is wrong.
+hangs, `TOYC_FAIL` and `TOYC_UNCOMPILABLE` what is wrong. With `CORE` it takes the core of `core_driver` to compile
+and to load, as the library does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from safetensors.numpy import save_file
 
 from djl_python_neuronx.artifacts.atomic import whole_file
 from djl_python_neuronx.backends import sim
+from djl_python_neuronx.backends.neuron import translated
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError
+from tests.doubles.core_driver.usercustomize import take
 
 
 def compiler_version():
@@ -40,6 +43,7 @@ def compile(plan: LoadPlan, target: Path) -> None:
             time.sleep(60)
         with whole_file(target / name) as temporary:
             temporary.write_text(repr((plan.num_slots, plan.tensor_parallel_degree)))
+    _start(plan)
     if plan.presharded:
         assert plan.arguments.neuron_config["on_device_embedding"]
         _cut(plan, target)
@@ -63,7 +67,14 @@ def _cut(plan: LoadPlan, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(cut))
 
 
+def _start(plan: LoadPlan) -> None:
+    if "CORE" in os.environ:
+        with translated(plan):
+            take()
+
+
 def load(plan: LoadPlan, compiled: Path | None = None):
+    _start(plan)
     if uncompilable({}):
         assert compiled is None
         return sim.load(plan)
