@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_options_command(commands)
     _add_bench(commands)
+    _add_doctor(commands)
     _add_completion(commands)
     return parser
 
@@ -262,6 +263,23 @@ def _add_bench(commands: Commands) -> None:
     )
     bench.add_arguments(command)
     _complete(command, bench.run, log_level="info")
+
+
+def _add_doctor(commands: Commands) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="examine this machine: versions, devices, memory, disk, network, clock",
+        description="Print the versions of driver, runtime, compiler and libraries beside those of one Neuron SDK, the "
+        "devices and who holds them, memory, disk, network and clock, and every problem with its fix. Exit status: 0 "
+        "without errors, 1 with one, 2 for a wrong command line.",
+    )
+    command.add_argument(
+        "model",
+        nargs="?",
+        help="model to be served here, as for check, whose findings are listed too",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON (keys: docs/doctor.md)")
+    _complete(command, _doctor, log_level="warning")
 
 
 def _add_completion(commands: Commands) -> None:
@@ -439,6 +457,14 @@ def _compile(arguments: argparse.Namespace) -> int:
         )
     sys.stdout.write(f"{arguments.output}: {len(made.files)} files\n")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from djl_python_neuronx.doctor import (
+        run,
+    )  # importing it takes as long as all the others together
+
+    return run(arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

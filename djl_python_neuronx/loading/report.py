@@ -101,12 +101,17 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def render(placement: Placement, stream: TextIO, *, everything: bool = False) -> None:
     """Write the reports and the placement to `stream`. `everything`: options at their default too."""
+    write_blocks(all_blocks(placement, everything=everything), stream)
+
+
+def write_blocks(blocks: Iterable[Block], stream: TextIO) -> None:
+    """Write blocks to `stream`, with rich if it is installed, without credentials of URIs."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     marks = {} if _encodes_marks(encoding) else IN_ASCII
     write = _plain_writer(stream)
     with suppress(ImportError):
         write = _rich_writer(stream)
-    for block in all_blocks(placement, everything=everything):
+    for block in blocks:
         rows = (
             tuple(_escape(redacted(cell).translate(marks), encoding) for cell in row)
             for row in block.rows
@@ -129,7 +134,7 @@ def all_blocks(placement: Placement, *, everything: bool = False) -> Iterator[Bl
         free = free_cores(placement.placed, placement.device)
         yield Block.of_lines("Free cores", [free or "none"])
     if several:
-        yield from _finding_blocks(placement.findings)
+        yield from finding_blocks(placement.findings)
 
 
 def _copies(placement: Placement) -> Iterator[tuple[str, int, str, str, int | None]]:
@@ -158,11 +163,12 @@ def blocks(report: Report, *, everything: bool = False) -> Iterator[Block]:
     else:
         yield Block.of_lines("Plan", _plan_lines(prepared))
         yield from _argument_blocks(prepared)
-    yield from _finding_blocks(report.findings)
+    yield from finding_blocks(report.findings)
     yield Block.of_lines("Result", [_verdict(report)], "green" if report.ok else "red")
 
 
-def _finding_blocks(findings: Problems) -> Iterator[Block]:
+def finding_blocks(findings: Problems) -> Iterator[Block]:
+    """Notes, warnings and errors, each level under its heading."""
     for title, level, style in _LEVELS:
         if messages := findings.messages(level):
             yield Block.of_lines(title, [f"- {message}" for message in messages], style)

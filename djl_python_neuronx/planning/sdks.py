@@ -10,21 +10,24 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from djl_python_neuronx.config.findings import Level
+from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.backend_choice import installed_versions
 from djl_python_neuronx.tables import read_table
 
 DRIVER, RUNTIME = "aws-neuronx-dkms", "aws-neuronx-runtime-lib"
-COMPILER = "neuronx-cc"
+TRANSFORMERS = "transformers"
 SYSTEM = (DRIVER, RUNTIME, "aws-neuronx-collectives", "aws-neuronx-tools", "aws-neuron-dkms")
 """Packages of apt or dnf."""
 _ALSO = ("torch", "torch-xla", "djl-python-neuronx")
@@ -101,18 +104,24 @@ def within(version: str, specifiers: str) -> bool:
     return bool(numbers) and SpecifierSet(specifiers).contains(numbers)
 
 
-def closest(versions: Mapping[str, str], packages: Iterable[str] = ()) -> Sdk | None:
+def closest(versions: Mapping[str, str]) -> Sdk | None:
     """Return the SDK that has most of these versions, of equal ones the newest; None if none has any.
 
-    `packages`: those that are compared; by default all.
+    transformers does not count: it is no package of the SDK.
     """
-    compared = [*packages] or [*versions]
+    compared = {name: version for name, version in versions.items() if name != TRANSFORMERS}
 
     def shared(sdk: Sdk) -> int:
-        return sum(name in versions and sdk.has(name, versions[name]) for name in compared)
+        return sum(sdk.has(name, version) for name, version in compared.items())
 
     best = max(table().sdk, key=shared)  # the first of equal ones
     return best if shared(best) else None
+
+
+def owners(package: str, version: str) -> str:
+    """Return the SDKs that have this version of a package, in words."""
+    found = [sdk.version for sdk in table().sdk if sdk.has(package, version)]
+    return f"SDK {join_words(found)}" if found else "of no SDK that is known here"
 
 
 def machine_versions(root: Path = Path("/"), search_path: str | None = None) -> dict[str, str]:
@@ -135,6 +144,19 @@ def machine_versions(root: Path = Path("/"), search_path: str | None = None) -> 
         with suppress(OSError):
             versions[name] = (root / file).read_text(errors="replace").strip()
     return versions
+
+
+def unmet_requirements() -> Iterator[tuple[str, Requirement, str | None]]:
+    """Yield what installed Neuron packages ask for and do not get: package, requirement, the version that is there."""
+    for name in sorted({name for sdk in table().sdk for name in sdk.packages} - {TRANSFORMERS}):
+        with suppress(metadata.PackageNotFoundError):
+            for text in metadata.requires(name) or ():
+                wanted = Requirement(text)
+                if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                    continue
+                found = installed_versions([wanted.name]).get(wanted.name)
+                if found is None or not wanted.specifier.contains(found, prereleases=True):
+                    yield name, wanted, found
 
 
 def system_packages(search_path: str | None = None) -> dict[str, str]:

@@ -37,3 +37,18 @@ class RecordedMachine:
         """Install packages of the system, as dpkg-query prints them; it ends with 1 if one asked for is missing."""
         lines = [f"{status} {name} {version}\n" for name, version in versions.items()]
         self.program("dpkg-query", "".join(lines), status=1)
+
+    def python_packages(self, versions, requires=(), description=""):
+        """Install packages of Python, with what each (name, requirement) asks for; returns the folder for sys.path."""
+        site = self.root.parent / "site"
+        for name, version in versions.items():
+            folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir(parents=True)
+            asked = "".join(
+                f"Requires-Dist: {one}\n" for package, one in requires if package == name
+            )
+            text = (
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{asked}\n{description}"
+            )
+            (folder / "METADATA").write_text(text)
+        return str(site)
