@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from djl_python_neuronx import bench
+from djl_python_neuronx import bench, verify
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config import flags
 from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, MODEL_DIR, environment, taken
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_options_command(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_verify(commands)
     _add_completion(commands)
     return parser
 
@@ -280,6 +281,20 @@ def _add_doctor(commands: Commands) -> None:
     )
     command.add_argument("--json", action="store_true", help="print JSON (keys: docs/doctor.md)")
     _complete(command, _doctor, log_level="warning")
+
+
+def _add_verify(commands: Commands) -> None:
+    command = commands.add_parser(
+        "verify",
+        help="compare a model on this machine's device with transformers on the CPU",
+        description="Load a model as serve does, run every graph, slot and number of rows with known token ids, and "
+        "compare logits, tokens and distributions with transformers on the CPU. Flags of serve, such as --port, are "
+        "accepted. Exit status: 0 if all is right, 1 if something is wrong, 2 for a wrong command line.",
+    )
+    verify.add_arguments(command)
+    _add_server(command, unused=True)
+    _add_options(command)
+    _complete(command, verify.run, log_level="warning")
 
 
 def _add_completion(commands: Commands) -> None:

@@ -8,6 +8,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,6 +32,8 @@ from djl_python_neuronx.artifacts.weights import (
     KEY_TO_FILENAME,
     SPLIT_FOLDER,
     Weights,
+    first_layers,
+    limit_layers,
     read_key_to_filename,
     whole_file_names,
 )
@@ -83,7 +86,26 @@ def convert(
         ArtifactAccessError: the destination is taken, has no room or cannot be written.
     """
     artifact = detect(source, origin="the argument `source`")
-    tensors = _read(_choose_weights(artifact, to))
+    _write(artifact, _read(_choose_weights(artifact, to)), destination, to, max_shard_bytes)
+    logger.info("converted source=%s destination=%s to=%s", source, destination, to)
+
+
+def write_first_layers(artifact: Artifact, weights: Weights, count: int, destination: Path) -> None:
+    """Write a model with its first `count` layers alone to the new folder `destination`, as safetensors.
+
+    Raises:
+        ArtifactError: the weights are not whole, or damaged.
+        ArtifactAccessError: the destination is taken, has no room or cannot be written.
+    """
+    tensors = _read(weights)
+    kept = {name: tensors[name] for name in first_layers(tensors, count)}
+    limited = replace(artifact, config=limit_layers(artifact.config, count))
+    _write(limited, kept, destination, "safetensors", MAX_SHARD_BYTES)
+
+
+def _write(
+    artifact: Artifact, tensors: _Tensors, destination: Path, to: str, max_shard_bytes: int
+) -> None:
     with (
         storing(f"the converted model {destination}", destination.parent),
         temporary_folder(*staging(destination)) as beside,
@@ -100,7 +122,6 @@ def convert(
         sync_tree(new)
         # Replaces an empty folder, fails for any other.
         new.replace(destination)
-    logger.info("converted source=%s destination=%s to=%s", source, destination, to)
 
 
 def _choose_weights(artifact: Artifact, to: str) -> Weights:

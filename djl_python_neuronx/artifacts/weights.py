@@ -57,6 +57,7 @@ _EMBEDDINGS: dict[str, str] = {
 
 Source: transformers 4.45 to 5.23, the models' classes."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LAYER = re.compile(
     r"(?P<before>.*?\b(?:layers|layer|h|blocks|block))\.(?P<index>\d{1,5})\.(?P<after>.+)"
 )
@@ -268,7 +269,7 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
     """
     text = config.get("text_config")
     for source in (text if isinstance(text, Mapping) else {}, config):
-        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        for key in _NUM_LAYERS:
             layers = source.get(key)
             if type(layers) is int:
                 if not 0 <= layers <= MAX_LAYERS:
@@ -276,6 +277,33 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
                     raise ArtifactError(msg)
                 return layers
     return None
+
+
+def limit_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the config.json of a model's first layers: its number of layers, and lists with an entry for each."""
+    total, limited = num_layers(config), dict(config)
+    for key, value in config.items():
+        if key in _NUM_LAYERS:
+            limited[key] = count
+        elif isinstance(value, list) and len(value) == total:
+            limited[key] = value[:count]
+        elif key == "text_config" and isinstance(value, Mapping):
+            limited[key] = limit_layers(value, count)
+    return limited
+
+
+def first_layers(names: Collection[str], count: int) -> list[str]:
+    """Return the tensors of the first layers of the longest list of layers, and those outside of it."""
+    found = {name: match for name in names if (match := _LAYER.fullmatch(name))}
+    sizes = Counter(match["before"] for match in found.values())
+    longest = max(sizes, key=sizes.__getitem__, default="")
+    return [
+        name
+        for name in names
+        if name not in found
+        or found[name]["before"] != longest
+        or int(found[name]["index"]) < count
+    ]
 
 
 def check_tensors(names: Collection[str], config: Mapping[str, Any], where: Path) -> None:

@@ -131,6 +131,14 @@ def weight_bytes(case: Case) -> int:
     return layers * layer_width + (table + embedding) * width
 
 
+def float32_bytes(model: ModelFacts, count: int | None = None) -> int:
+    """Return the bytes of a model's weights in float32, of its first `count` layers with a count; 0 if unknown."""
+    layers, head, embedding = _tensors(model)
+    total = model.num_layers or 1
+    kept = layers * (total if count is None else count) // total
+    return 4 * (kept + embedding + (0 if model.tied_embeddings else head))
+
+
 def host_bytes(case: Case, kind: str | None, stored: str | None) -> int | None:
     """Return the bytes of host memory that one load takes at its peak, its process included; None if unknown.
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from djl_python_neuronx.artifacts import convert as module  # noqa: E402
 from djl_python_neuronx.artifacts.atomic import flock  # noqa: E402
-from djl_python_neuronx.artifacts.convert import convert  # noqa: E402
+from djl_python_neuronx.artifacts.convert import convert, write_first_layers  # noqa: E402
 from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
 from djl_python_neuronx.artifacts.tensor_files import DTYPES  # noqa: E402
 from djl_python_neuronx.errors import (  # noqa: E402
@@ -326,3 +326,20 @@ def test_a_killed_conversion_leaves_nothing_with_the_name(tmp_path, whole):
 def test_a_source_that_does_not_exist_is_named_with_its_argument(tmp_path):
     with pytest.raises(ArtifactNotFoundError, match=r"nothere .*argument `source`"):
         convert(tmp_path / "nothere", tmp_path / "out", "safetensors")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bloom", "qwen2"])
+def test_the_first_layers_are_those_of_the_model(tmp_path, model_type):
+    """Their hidden states are those that the whole model has behind its first layer, but for the final norm."""
+    source = save_tiny_model(model_type, tmp_path / "source")
+    artifact = detect(source)
+    write_first_layers(artifact, artifact.weights[0], 1, tmp_path / "first")
+    whole, first = map(load_reference, (source, tmp_path / "first"))
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        behind = whole(ids, output_hidden_states=True).hidden_states[1]
+        body = whole.base_model
+        norm = getattr(body, "norm", None) or body.ln_f
+        wanted = whole.get_output_embeddings()(norm(behind))
+        torch.testing.assert_close(first(ids).logits, wanted)
+    assert first.config.num_hidden_layers == 1

@@ -1,0 +1,121 @@
+"""`djl-neuronx verify` from its command line to its report, on the cpu backend."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the reference needs torch")
+pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
+
+from djl_python_neuronx import cli
+from djl_python_neuronx.verify import start
+from djl_python_neuronx.verify.process import verify_job
+from tests.doubles.tiny_models import save_tiny_model
+from tests.verify.planted import ignore_top_p
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = (
+    "model_loader=cpu",
+    "n_positions=24,48",
+    "context_length_estimate=8,20",
+    "max_rolling_batch_size=3",
+)
+FLAGS = [word for option in OPTIONS for word in ("-o", option)]
+
+
+@pytest.fixture(autouse=True)
+def _downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DJL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Without a tokenizer."""
+    return save_tiny_model("llama", tmp_path / "secret-model", num_hidden_layers=3)
+
+
+def test_a_layer_limited_report_in_a_process_of_its_own(
+    model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """It is the example of docs/verify.md, in everything but its numbers."""
+    output = tmp_path / "reports" / "mine"
+    assert cli.main(["verify", str(model), *FLAGS, "--layers", "2", "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(
+        r"right: \d+ outputs of \d+ graphs and 4 distributions .* the first 2 of 3 layers alone\n",
+        shown,
+    )
+    report, page = (
+        json.loads((output / "report.json").read_text()),
+        (output / "report.md").read_text(),
+    )
+    for text in (shown, page, json.dumps(report)):
+        assert str(tmp_path) not in text
+        assert "secret" not in text.replace("has no secrets", "")
+        assert "Please send this report" in text
+    assert report["verdict"] == "right"
+    assert report["findings"] == []
+    assert (report["model"]["model_type"], report["model"]["num_layers"]) == ("llama", 2)
+    assert report["options"] == {
+        "dtype": "float32",
+        "n_positions": [24, 48],
+        "context_length_estimate": [8, 20],
+        "max_rolling_batch_size": 3,
+    }
+    assert {"torch", "transformers", "python"} <= report["versions"].keys()
+    assert all(one["median_ms"] > 0 for one in report["graphs"] if one["calls"])
+    documented = (ROOT / "docs" / "verify.md").read_text()
+    keys = re.findall(r"^\| `(\w+)` \|", documented.partition("## JSON")[2], re.MULTILINE)
+    assert {*keys} == {*report, "least_decode_ms"}
+    example = documented.rpartition("```markdown\n")[2]
+    heads = re.compile(r"^(?:## .*|\| (?:graph|settings|name|what) \|.*)$", re.MULTILINE)
+    assert heads.findall(page) == heads.findall(example)
+    assert not [*(tmp_path / "cache").rglob("verify-*")]
+
+
+def test_a_wrong_model_has_exit_status_1(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(start, "verify_guarded", lambda job, _environ: verify_job(job))
+    ignore_top_p(monkeypatch)
+    assert cli.main(["verify", str(model), *FLAGS, "--quick", "--output", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("wrong: ")
+    assert re.search(r"^- sampling on the host: 100 draws with .*'top_p': 0.6", shown, re.MULTILINE)
+    assert "| sampling on the host |" in (tmp_path / "report.md").read_text()
+
+
+REFUSED = {
+    "sim": (["-o", "model_loader=sim"], 1, "nothing to compare"),
+    "layers": (["--layers", "4"], 1, "--layers is 4, and the model has 3"),
+    "no layers": (["--layers", "0"], 2, "1 or more"),
+    "missing": (["--output", "/dev/null/x"], 1, "/dev/null"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_verified_is_an_error(name: str, model: Path, capsys: Any) -> None:
+    arguments, status, words = REFUSED[name]
+    try:
+        found = cli.main(["verify", str(model), *FLAGS, *arguments])
+    except SystemExit as end:
+        found = end.code
+    assert found == status
+    assert words in capsys.readouterr().err
+
+
+def test_a_reference_that_does_not_fit_names_the_layers_that_do(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A layer has 7,744 parameters, and 6,240 lie around them: with two 86,912 bytes, with all three 117,888."""
+    monkeypatch.setattr(start, "available_memory", lambda: 100_000)
+    assert cli.main(["verify", str(model), *FLAGS]) == 1
+    assert "give --layers 2" in capsys.readouterr().err
+    monkeypatch.setattr(start, "available_memory", lambda: 1)
+    assert cli.main(["verify", str(model), *FLAGS]) == 1
+    assert "take a machine with more memory" in capsys.readouterr().err

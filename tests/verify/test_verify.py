@@ -1,0 +1,84 @@
+"""Verification of the cpu backend: sound models pass, and each planted fault is found and named by its place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the reference needs torch")
+pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends import LoadPlan
+from djl_python_neuronx.verify.judge import judge
+from djl_python_neuronx.verify.scenarios import run_scenarios
+from tests.doubles.tiny_models import save_tiny_model
+from tests.verify.planted import FAULTS, altered
+
+SHAPES: Any = (4, 48, (4, 8, 20), (12, 24, 48))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def plan_of(folder: Path, dtype: Any = "float32", **more: Any) -> LoadPlan:
+    return LoadPlan(folder, *SHAPES, dtype=dtype, num_threads=1, eos_ids=frozenset({1}), **more)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "more", [{"num_speculative_tokens": 2}, {"mixed_steps": True}], ids=["alone", "mixed"]
+)
+def test_a_sound_model_is_right(checkpoint: Path, dtype: str, more: dict[str, Any]) -> None:
+    plan = plan_of(checkpoint, dtype, prefix_caching=True, **more)
+    record = run_scenarios(backends.get("cpu").load(plan))
+    found = judge(record, plan)
+    assert found["findings"] == []
+    assert len(found["draws"]) == 4
+    kinds = {seen.graph.kind for seen in record.seen if seen.graph is not None}
+    wanted = {"mixed"} if "mixed_steps" in more else {"prefill", "decode", "verification"}
+    assert kinds == wanted
+    # Each graph at both its ends, each slot, each number of rows, the last position of a slot.
+    for kind, buckets, fewer in (("prefill", SHAPES[2], 0), ("decode", SHAPES[3], 1)):
+        for below, bucket in zip((fewer, *buckets), buckets, strict=False):
+            at = {s.position for s in record.seen if s.graph and s.graph[:2] == (kind, bucket)}
+            assert kind not in kinds or {below, bucket - 1} <= at, (kind, bucket, at)
+    placed = [seen for seen in record.seen if seen.graph is not None]
+    assert {seen.slot for seen in placed} == {0, 1, 2, 3}
+    assert {seen.rows for seen in placed if seen.graph and seen.graph.kind != "prefill"} >= {
+        1,
+        2,
+        3,
+        4,
+    }
+    assert max(seen.position for seen in placed) == 47
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_planted_fault_is_named_by_its_place(
+    name: str, dtype: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault, plan = FAULTS[name], plan_of(checkpoint, dtype)
+    folder = checkpoint
+    if fault.checkpoint is not None:
+        folder = altered(checkpoint, tmp_path / "altered", fault.checkpoint)
+    backend = backends.get("cpu").load(replace(plan, model_dir=folder))
+    if fault.patch is not None:
+        fault.patch(monkeypatch)
+    found = judge(
+        run_scenarios(fault.wrapper(backend) if fault.wrapper else backend, quick=True), plan
+    )
+    findings = found["findings"]
+    assert any(
+        re.match(fault.place, one["place"]) and re.search(fault.problem, one["problem"])
+        for one in findings
+    ), findings
+    assert all(re.match(fault.only, one["place"]) for one in findings), findings
+    assert "secret" not in str(found)
