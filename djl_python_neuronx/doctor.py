@@ -94,9 +94,8 @@ class Host:
 
     @cached_property
     def sdk(self) -> sdks.Sdk | None:
-        """The SDK that most packages are of. The driver counts only where there is nothing else: it is the host's."""
-        others = {name: one for name, one in self.versions.items() if name != sdks.DRIVER}
-        return sdks.closest(others) or sdks.closest(self.versions)
+        """The SDK that most packages are of."""
+        return sdks.closest(self.versions)
 
     @property
     def in_container(self) -> bool:
@@ -170,29 +169,29 @@ def _find(name: str, /, **values: object) -> tuple[Level, str]:
 
 def examine(host: Host, limit_s: float = _PROBE_S) -> Diagnosis:
     """Run all probes side by side, each for at most `limit_s`. Never raises."""
-    threads: dict[str, tuple[threading.Thread, list[Line]]] = {}
-    for name, probe in PROBES.items():
-        lines: list[Line] = []
-        thread = threading.Thread(target=_run, args=(name, probe, host, lines), daemon=True)
-        threads[name] = thread, lines
+    lines: dict[str, list[Line]] = {name: [] for name in PROBES}
+    threads = {
+        name: threading.Thread(target=_run, args=(name, host, lines[name]), daemon=True)
+        for name in PROBES
+    }
+    for thread in threads.values():
         thread.start()
-    end, facts, findings = time.monotonic() + limit_s, [], Problems()
-    for name, (thread, lines) in threads.items():
+    end, findings = time.monotonic() + limit_s, Problems()
+    for name, thread in threads.items():
         thread.join(max(0.0, end - time.monotonic()))
-        late = [_find("late", probe=name, limit=limit_s)] if thread.is_alive() else []
-        for line in (*lines, *late):
-            if isinstance(line, Fact):
-                facts.append(line)
-            else:
-                findings.add(*line)
-    return Diagnosis(tuple(facts), findings)
+        if thread.is_alive():
+            lines[name].append(_find("late", probe=name, limit=limit_s))
+    found = [line for each in lines.values() for line in tuple(each)]
+    for line in found:
+        if not isinstance(line, Fact):
+            findings.add(*line)
+    return Diagnosis(tuple(line for line in found if isinstance(line, Fact)), findings)
 
 
-def _run(name: str, probe: Callable[[Host], Iterator[Line]], host: Host, lines: list[Line]) -> None:
+def _run(name: str, host: Host, lines: list[Line]) -> None:
     """Collect the lines of a probe, also those before its failure."""
     try:
-        for line in probe(host):
-            lines.append(line)  # noqa: PERF402
+        lines.extend(PROBES[name](host))  # one by one
     except Exception as error:  # noqa: BLE001 - one line of the report, whatever a machine does
         lines.append(_find("failed", probe=name, error=f"{type(error).__name__}: {error}"))
 
@@ -217,12 +216,10 @@ def _mixture(host: Host) -> Iterator[Line]:
     if sdk is None:
         yield _find("no_sdk")
         return
-    of_sdks = {name for each in sdks.table().sdk for name in each.packages}
-    of_sdks -= {sdks.DRIVER, sdks.TRANSFORMERS}
     if apart := [
         f"{name} {version} ({sdks.owners(name, version)})"
-        for name, version in versions.items()
-        if name in of_sdks and not sdk.has(name, version)
+        for name, version in sdks.compared(versions).items()
+        if not sdk.has(name, version)
     ]:
         yield _find("several_sdks", sdk=sdk.version, apart=join_words(apart))
     if not any(versions["python"].startswith(f"{one}.") for one in sdk.python):
@@ -311,14 +308,14 @@ def _memory(host: Host) -> Iterator[Line]:
     available = machines.available_memory(host.root)
     shown = "unknown" if available is None else f"{gib(available)} GiB available"
     yield Fact("machine", "host memory", shown)
-    (files, _), (locked, _) = map(
-        resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    files, locked = (
+        resource.getrlimit(one)[0] for one in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
     )
-    bounded = locked != resource.RLIM_INFINITY
-    memory = f"{locked:,} bytes of" if bounded else "any"
-    yield Fact("machine", "limits", f"{files:,} open files, {memory} locked memory")
-    if host.machine.local_degree and bounded:
-        yield _find("locked_memory", locked=f"{locked:,}")
+    yield Fact(
+        "machine", "limits", f"{files} open files, {locked} bytes of locked memory (-1: any)"
+    )
+    if host.machine.local_degree and locked != resource.RLIM_INFINITY:
+        yield _find("locked_memory", locked=locked)
 
 
 def _disk(host: Host) -> Iterator[Line]:
@@ -405,11 +402,6 @@ def _model(host: Host) -> Iterator[Line]:
     yield Fact("model", host.model, ", but ".join((verdict, *report.lacking)))
     for problem in report.findings:
         yield problem.level, f"{host.model}: {problem.message}"
-    needed = (report.prepared.host_bytes if report.prepared else None) or 0
-    available = machines.available_memory(host.root)
-    if available is not None and needed > available:
-        needed_gib, there = gib(needed), gib(available)
-        yield _find("host_memory", model=host.model, needed=needed_gib, available=there)
 
 
 PROBES: Final[Mapping[str, Callable[[Host], Iterator[Line]]]] = {

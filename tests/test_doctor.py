@@ -297,7 +297,9 @@ def test_texts_name_values_and_the_cure(machine, diagnose):
     compiler_of_another_sdk(machine)
     driver_too_new(machine)
     text = "\n".join(one.message for one in diagnose().findings)
-    assert "process 4242 (python3 -m djl_python_neuronx serve) has /dev/neuron0 open" in text
+    assert re.search(
+        r"process 4242 \(python3 -m djl_python_neuronx.*\) has /dev/neuron0 open", text
+    )
     assert "most are of 2.28.1, but neuronx-cc 2.24.8799.0+6f62ff7c (SDK 2.29.1)" in text
     assert "aws-neuronx-dkms 2.29.0.0 and aws-neuronx-runtime-lib 2.30.51.0-faafe26f0" in text
     assert "apt install aws-neuronx-dkms=2.28.*" in text
@@ -411,12 +413,6 @@ def test_the_model_is_checked_too(machine, diagnose, tmp_path):
     found = diagnose(model=str(model))
     assert Fact("model", str(model), "cannot be served like this") in found.facts
     assert any("n_positions" in text for text in found.findings.messages("error"))
-
-
-def test_a_load_that_the_host_has_no_memory_for(machine, diagnose):
-    machine.file("proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 300 kB\n")
-    found = diagnose(model=str(ROOT / "examples/tiny-llama"))
-    assert "host_memory" in named(found, "warning")
 
 
 def test_every_finding_has_a_test():

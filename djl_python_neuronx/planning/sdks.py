@@ -104,15 +104,17 @@ def within(version: str, specifiers: str) -> bool:
     return bool(numbers) and SpecifierSet(specifiers).contains(numbers)
 
 
-def closest(versions: Mapping[str, str]) -> Sdk | None:
-    """Return the SDK that has most of these versions, of equal ones the newest; None if none has any.
+def compared(versions: Mapping[str, str]) -> dict[str, str]:
+    """Return those that belong to one SDK: not the driver, which is the host's, and not transformers."""
+    names = {name for sdk in table().sdk for name in sdk.packages} - {DRIVER, TRANSFORMERS}
+    return {name: version for name, version in versions.items() if name in names}
 
-    transformers does not count: it is no package of the SDK.
-    """
-    compared = {name: version for name, version in versions.items() if name != TRANSFORMERS}
+
+def closest(versions: Mapping[str, str]) -> Sdk | None:
+    """Return the SDK that has most of these versions, of equal ones the newest; None if none has any."""
 
     def shared(sdk: Sdk) -> int:
-        return sum(sdk.has(name, version) for name, version in compared.items())
+        return sum(sdk.has(name, version) for name, version in compared(versions).items())
 
     best = max(table().sdk, key=shared)  # the first of equal ones
     return best if shared(best) else None
