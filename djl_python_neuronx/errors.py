@@ -194,6 +194,10 @@ class BackendError(ServingError, code="backend_error"):
     """A failure of the backend. If `fatal`, the backend cannot be used any more."""
 
     fatal: bool = False
+    lasting: bool = False
+    """The same compile would fail again, on any machine: the compiler refuses the graph, or it is too large."""
+    host_full: bool = False
+    """The host's memory was used up, or most likely so: a signal has ended a compile."""
 
 
 class BackendUnavailableError(BackendError, status=503, code="backend_unavailable"):

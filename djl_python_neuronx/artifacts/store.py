@@ -5,6 +5,7 @@
     .work/<key>.<token> an unfinished one, handed to the next attempt at the same key
     .locks/<key>        held during a compile or download; <key>.json names the holder
     .pushed/<key>       the mirror has it
+    .failed/<key>       a compile that would fail again, in words; a mirror never has it
     .copies/            see `copy_once`
     .trash/             being removed
 """
@@ -21,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -36,6 +38,7 @@ from djl_python_neuronx.artifacts.atomic import (
     storing,
     sync_tree,
     temporary_folder,
+    whole_file,
 )
 from djl_python_neuronx.artifacts.folder import copy_tree, file_names
 from djl_python_neuronx.artifacts.manifest import (
@@ -51,6 +54,7 @@ from djl_python_neuronx.errors import (
     ArtifactAccessError,
     ArtifactError,
     ArtifactNotFoundError,
+    BackendError,
     IncompatibleOptionsError,
     InvalidOptionError,
 )
@@ -136,6 +140,8 @@ class Miss:
     """The error of the stored compile for these facts; None if nothing is stored."""
     nearest: tuple[str, CompileFacts] | None = None
     """See `CompileStore.nearest`."""
+    failure: str = ""
+    """The time and the error of the last compile for these facts, if that would fail again."""
 
 
 class CompileStore:
@@ -208,7 +214,8 @@ class CompileStore:
         `compile_into` fills the folder it gets, in this thread. One process per key compiles, others wait and share
         the result. After a killed attempt it gets that attempt's folder again, under another path: it may keep the
         files that were put there whole (`atomic.whole_file`), and must trust no others. Commands that it runs must end
-        with this process (`guard.guarded`). Its errors are raised as they are; its files stay for the next attempt.
+        with this process (`guard.guarded`). Its errors are raised as they are; its files stay for the next attempt. One
+        that is `lasting` is kept, until a compile succeeds, as the `failure` of the next miss.
 
         A mirror that cannot be read is an error, as it may have what would take an hour to compile. One that cannot
         be written is logged before the compile, and tried again at each start.
@@ -233,7 +240,12 @@ class CompileStore:
             if found is None:
                 on_miss(self._miss(facts, damages))
                 self._probe()
-                found = _compile(root, facts, compile_into, effective_options, packages)
+                try:
+                    found = _compile(root, facts, compile_into, effective_options, packages)
+                except BackendError as error:
+                    _note_failure(root, facts, error)
+                    raise
+                (root / ".failed" / facts.key).unlink(missing_ok=True)
             self._push(found, facts, root)
             remove_stale(root / ".work", root / ".locks")
         return found
@@ -256,7 +268,11 @@ class CompileStore:
         return None
 
     def _miss(self, facts: CompileFacts, damages: list[ArtifactError]) -> Miss:
-        return Miss(facts, next(iter(damages), None), self.nearest(facts))
+        failure = ""
+        for root in self._roots:
+            with suppress(OSError):
+                failure = failure or (root / ".failed" / facts.key).read_text("utf-8", "replace")
+        return Miss(facts, next(iter(damages), None), self.nearest(facts), failure)
 
     def _writable_root(self) -> Path:
         for root in self._roots:
@@ -404,6 +420,16 @@ def _mark_pushed(root: Path, facts: CompileFacts) -> None:
     with suppress(OSError):
         (root / ".pushed").mkdir(exist_ok=True)
         (root / ".pushed" / facts.key).touch()
+
+
+def _note_failure(root: Path, facts: CompileFacts, error: BackendError) -> None:
+    """Keep a compile's error if it is lasting. Where it cannot be written, the next start compiles again."""
+    if error.lasting:
+        when = datetime.now(timezone.utc).isoformat(" ", "minutes")
+        with suppress(OSError):
+            (root / ".failed").mkdir(exist_ok=True)
+            with whole_file(root / ".failed" / facts.key) as temporary:
+                temporary.write_text(f"{when}, {facts.compiler} {facts.compiler_version}: {error}")
 
 
 def _read_manifest(folder: Path) -> Manifest | None:

@@ -19,13 +19,33 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
+from djl_python_neuronx.planning.defects import recognised
 
 _TAIL_LINES = 15
 _LINE_LENGTH = 400
 _COMPILER_LOG = "log-neuron-cc.txt"
 _COMPILER = re.compile(
-    r"neuronx?-cc\b|\bcompil(?:er|ation|ing)\b.{0,40}\b(?:fail|error|status)", re.IGNORECASE
+    r"neuronx?-cc\b|\bcompil(?:er|ation|ing)\b.{0,40}\b(?:fail|error|status)|process pool was terminated",
+    re.IGNORECASE,
 )
+# Source: users' reports of compiles that the kernel has killed, Python's texts for a child that a signal has ended
+# (subprocess, concurrent.futures), and that of C++ for an allocation that fails.
+_KILLED = re.compile(
+    r"SIGKILL|\bF137\b|\bkilled\b|(?:code|status|with)[=: ]*(?:-9|137)\b|terminated abruptly|bad_alloc|MemoryError",
+    re.IGNORECASE,
+)
+# Codes of the compiler's own errors (`NCC_IXCG856`, `XCG863`, `F134`), and the status of such an end.
+_REFUSED = re.compile(
+    r"\[(?:NCC_)?[A-Z]+\d{3}\]|NCC_[A-Z]+\d{3}|internal compiler error|(?:status|code|with)[=: ]*70\b",
+    re.IGNORECASE,
+)
+_OF_MACHINE = re.compile(
+    r"no space left|\bENOSPC\b|quota exceeded|permission denied|cannot open shared object|SIG(?:TERM|INT)\b",
+    re.IGNORECASE,
+)
+"""Failures that another machine, or a later attempt, need not have."""
+_TOO_LARGE = re.compile(r"NCC_EOOM|peak HBM usage", re.IGNORECASE)
+"""The compiler itself finds that the graph does not fit into the device's memory."""
 
 
 _Kind = Literal["memory", "cores", "taken", "busy", "lost", "neff", "version", "invalid", "compile"]
@@ -111,7 +131,8 @@ _FAULTS = (
     ),
     _HOST_MEMORY,
     _fault(
-        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory|NCC_EOOM",
+        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory|"
+        + _TOO_LARGE.pattern,
         "memory",
         "Lower max_rolling_batch_size or n_positions, raise tensor_parallel_degree, or use quantize",
         codes={4},
@@ -156,17 +177,35 @@ def of_load(error: Exception, what: str, work_dir: Path | None = None) -> Servin
             return ArtifactNotFoundError(
                 f"{what} cannot be loaded, a file is missing: {text}. Copy or fetch it again"
             )
-        if not isinstance(error, OSError) and _COMPILER.search(text):
-            return CompileError(
-                f"{what} does not compile. The end of the log:\n{_log(work_dir) or text}"
-            )
+        if (failed := _failed_compile(error, what, text, work_dir)) is not None:
+            return failed
         refused = isinstance(error, AssertionError)
         advice = (
             ". The library refuses the arguments: change the options behind them" if refused else ""
         )
         return BackendError(f"{what} cannot be loaded: {type(error).__name__}: {text}{advice}")
     message = f"{what} cannot be loaded: {text}. {fault.advice}"
-    return _ERRORS.get(fault.kind, BackendUnavailableError)(message)
+    found = _ERRORS.get(fault.kind, BackendUnavailableError)(message)
+    if isinstance(found, DeviceMemoryError):
+        found.host_full, found.lasting = fault is _HOST_MEMORY, bool(_TOO_LARGE.search(text))
+    return found
+
+
+def _failed_compile(
+    error: Exception, what: str, text: str, work_dir: Path | None
+) -> CompileError | None:
+    """Return the error of a compiler that failed; None if `error` is another's."""
+    log = _log(work_dir) or text
+    output = f"{error}\n{log}"
+    row = recognised(output)
+    if isinstance(error, OSError) or not (row or _COMPILER.search(text)):
+        return None
+    known = f"; {row.report}" if row else ""
+    failed = CompileError(f"{what} does not compile{known}. The end of the log:\n{log}")
+    failed.host_full = _KILLED.search(output) is not None
+    refused = row is not None or _REFUSED.search(output) is not None
+    failed.lasting = refused and not failed.host_full and not _OF_MACHINE.search(output)
+    return failed
 
 
 def of_step(error: Exception, what: str) -> BackendError:

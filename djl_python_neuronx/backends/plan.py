@@ -57,6 +57,8 @@ class LoadPlan:
     """A prompt reuses the prefix that a slot has, where the backend can."""
     default_top_k: Literal["global_top_k"] | None = None
     """top_k of a row that sets none, if the device samples; None: such a row is refused."""
+    compile_workers: int = 0
+    """Compilers that run at once; 0: as many as the library starts."""
     presharded: bool = False
     """Store the weights beside the compiled graphs, as each core takes its part."""
     arguments: LibraryArguments = field(default_factory=LibraryArguments)

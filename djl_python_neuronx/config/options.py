@@ -614,6 +614,9 @@ class ArtifactOptions(OptionGroup):
     compilation: Annotated[Literal["allow", "forbid"], Lower, Option(draft="same")] = "allow"
     """`forbid`: a start that would compile ends with an error that names what differs from the nearest compiled graphs.
     For production. `djl-neuronx compile` compiles nevertheless."""
+    retry_compile: Annotated[bool, Option(aliases=("retry",), draft="same", output="local")] = False
+    """Compile again what failed before with the same settings and versions, instead of ending with that error at once.
+    `--retry` of `serve` and `compile`."""
 
 
 class CompilerOptions(OptionGroup):

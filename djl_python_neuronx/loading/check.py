@@ -17,6 +17,7 @@ from djl_python_neuronx.config.server_options import ServerOptions
 from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.loading.advice import advice, small_host
+from djl_python_neuronx.loading.compile_risks import compile_risks
 from djl_python_neuronx.loading.compiled import foresee
 from djl_python_neuronx.loading.preparation_log import log_preparation
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, prepare
@@ -255,7 +256,11 @@ def _foresee(prepared: Prepared, problems: Problems, *, here: bool) -> None:
             if prepared.draft is not None:
                 foresee(prepared.draft, own)
         problems.include(own, DRAFT_PREFIX, ("speculative_draft_model",))
-    elif prepared.options.compilation == "forbid" and not prepared.case.on_cpu:
+        return
+    for model in (prepared, prepared.draft):
+        if model is not None and model.own_graphs is None and not model.case.on_cpu:
+            model.resolved.report(compile_risks(model), problems)
+    if prepared.options.compilation == "forbid" and not prepared.case.on_cpu:
         unseen = "compilation=forbid: only the machine that serves shows, with the weights, whether it has the graphs"
         problems.add("note", unseen, ("compilation",))
 

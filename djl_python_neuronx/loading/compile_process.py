@@ -26,6 +26,7 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError, ServingError, revive, to_json
 from djl_python_neuronx.loading.guard import guarded
+from djl_python_neuronx.planning.machines import oom_kills
 from djl_python_neuronx.telemetry import log_settings, setup_logging
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def compile_guarded(
         BackendError: the backend cannot compile this model like this, or its compiler failed.
     """
     job = _JOB.dump_json(_Job(backend, plan, target, log_settings()))
+    kills = oom_kills()
     # A file without a name: nothing of it is left, however this process ends.
     with tempfile.TemporaryFile() as file:
         file.write(job)
@@ -97,7 +99,7 @@ def compile_guarded(
         status = _run(file, environ, _Watch(target, neff_cache, forecast))
         file.seek(len(job))
         if status != 0:
-            raise _failure(backend, file.read(), status)
+            raise _explained(_failure(backend, file.read(), status), kills)
 
 
 def _run(file: IO[bytes], environ: Mapping[str, str], watch: _Watch) -> int:
@@ -124,10 +126,29 @@ def _failure(backend: str, outcome: bytes, status: int) -> ServingError:
     ended = f"ended with status {status}"
     if status > 128:
         ended = f"was killed ({signal.Signals(status - 128).name})"
-    return CompileError(
-        f"the compile for the backend {backend} {ended} without an error message; see its output above. "
-        "If the system killed it, memory ran out: lower compilation_worker_count. Finished graphs are kept; start again"
+    error = CompileError(
+        f"the compile for the backend {backend} {ended} without an error message; see its output above. Finished "
+        "graphs are kept"
     )
+    error.host_full = status == 128 + signal.SIGKILL
+    return error
+
+
+def _explained(error: ServingError, kills: int | None) -> ServingError:
+    """Say of a compile that was killed what killed it. `kills`: `oom_kills` before."""
+    now = oom_kills()
+    counted = kills is not None and now is not None and now > kills
+    if not isinstance(error, CompileError) or not (error.host_full or counted):
+        return error
+    error.host_full, error.lasting = True, False
+    if kills is None or now is None:
+        reason = "most likely the kernel killed it because the host's memory was used up (dmesg shows it)"
+    elif counted:
+        reason = "the kernel killed it because the memory of the host or of this container was used up (oom_kill)"
+    else:
+        reason = "the kernel has killed no process here for memory: look for what sent the signal, or at ulimit -v"
+    error.args = (f"{error}\nIt was killed: {reason}",)
+    return error
 
 
 def main() -> None:

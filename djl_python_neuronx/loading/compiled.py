@@ -33,10 +33,12 @@ from djl_python_neuronx.errors import (
     ArtifactMismatchError,
     ArtifactNotFoundError,
     BackendError,
+    CompileError,
     describe_differences,
 )
 from djl_python_neuronx.loading.compile_facts import compile_facts, package_versions
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
+from djl_python_neuronx.loading.compile_risks import compile_risks, explained
 from djl_python_neuronx.loading.load_plan import adapt_plan, load_plan
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
@@ -124,6 +126,7 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
     message = f"{place.store} has the graphs: a start compiles nothing"
     if (miss := _open_store(prepared, place).look(facts)) is not None:
         level, message = _judge(prepared, place, miss)
+        prepared.resolved.report(compile_risks(prepared), problems)
     problems.add(level, message)
 
 
@@ -186,24 +189,34 @@ def _build(
         arguments = compiled.plan.arguments
         # The library gets the cache that can be written, not the option as it is set.
         placed = {**arguments.environment, URL_VARIABLE: cache}
+        needed = prepared.compile_memory
         run = partial(
             compile_guarded,
             prepared.backend,
-            replace(compiled.plan, arguments=replace(arguments, environment=placed)),
+            replace(
+                compiled.plan,
+                arguments=replace(arguments, environment=placed),
+                compile_workers=needed.workers if needed else 0,
+            ),
             target,
             environ={**environ, URL_VARIABLE: cache},
             neff_cache=None if place.is_remote else Path(cache),
             forecast=replace(_forecast(prepared), listener=progress.compile),
         )
-        # transformers-neuronx compiles on the device.
-        once_free(run, wait_s=prepared.options.core_wait_s, pause=time.sleep, report=logger.info)
+        with explained(prepared):
+            # transformers-neuronx compiles on the device.
+            once_free(
+                run, wait_s=prepared.options.core_wait_s, pause=time.sleep, report=logger.info
+            )
         made.append(target)
 
     def judge(miss: Miss) -> None:
-        level, message = _judge(prepared, place, miss)
-        logger.log(
-            logging.WARNING if level == "warning" else logging.INFO, "compile_needed %s", message
-        )
+        risks = Problems()
+        risks.add(*_judge(prepared, place, miss))
+        prepared.resolved.report(compile_risks(prepared), risks)
+        for risk in risks:
+            level = logging.WARNING if risk.level == "warning" else logging.INFO
+            logger.log(level, "compile_needed %s", risk.message)
 
     new = not (place.is_remote or place.origin == "default" or Path(place.neff_cache).is_dir())
     # A compiler's cache is made by whoever needs it first, but the variable may have a typing error.
@@ -235,7 +248,14 @@ def _judge(prepared: Prepared, place: CompilePlace, miss: Miss) -> tuple[Level, 
 
     Raises:
         ArtifactNotFoundError: it is forbidden.
+        CompileError: it failed before, and `option.retry_compile` is not set.
     """
+    if miss.failure and not prepared.options.retry_compile:
+        msg = (
+            f"the compile for these settings and versions failed before and is not tried again. Change one of them, "
+            f"or try it with --retry (option.retry_compile=true). {miss.failure}"
+        )
+        raise CompileError(msg)
     level: Level = "warning"
     if miss.damage is not None:
         reason = f"the graphs in {place.store} are damaged: {miss.damage}"
@@ -275,9 +295,8 @@ def _check_allowed(prepared: Prepared, reason: str) -> None:
 def _forecast(prepared: Prepared) -> Forecast:
     """Forecast the compile of the model alone: a draft model is compiled separately."""
     planned = prepared.planned
-    own = [graph for graph in planned.graphs if not graph.kind.startswith("draft")]
-    share = len(own) / max(1, len(planned.graphs))
-    return Forecast(len(own), share * planned.estimated_compile_s)
+    share = prepared.num_graphs / max(1, len(planned.graphs))
+    return Forecast(prepared.num_graphs, share * planned.estimated_compile_s)
 
 
 def _writable_cache(place: CompilePlace, environ: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.loading.situation import Purpose
 from djl_python_neuronx.loading.tokenizer_process import LOAD_S, TokenizerProcess
-from djl_python_neuronx.planning import memory
+from djl_python_neuronx.planning import machines, memory
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.cores import Need
 from djl_python_neuronx.planning.machines import DeviceInfo
@@ -84,6 +84,25 @@ class Prepared:
             if one is not None
         ]
         return sum(sizes) if all(sizes) else None
+
+    @property
+    def compile_host_bytes(self) -> int | None:
+        """Host memory that a compile may take: what is free here; in a dry run what the instance type has."""
+        if self.purpose is not Purpose.CHECK:
+            return machines.available_memory()
+        instance = machines.known(self.machine.instance_type)
+        return None if instance is None else (instance.host_memory_gib - 1) * machines.GIB
+
+    @property
+    def compile_memory(self) -> memory.CompileMemory | None:
+        """Host memory that the compile of the model alone takes; None if unknown, or if nothing is compiled."""
+        load = memory.host_bytes(self.case, self.artifact.kind, self.artifact.dtype)
+        return memory.compile_memory(self.case, self.num_graphs, load, self.compile_host_bytes)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of the model alone: a draft model is compiled separately."""
+        return sum(not graph.kind.startswith("draft") for graph in self.planned.graphs)
 
     def load_tokenizer(self, *, needs_torch: bool = True) -> Tokenizer:
         """Load the tokenizer beside the model. `needs_torch`: false in a process that loads no model.

@@ -221,6 +221,9 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
             cores = "the core that holds" if few == 1 else f"each of the {few} cores that hold"
             whose = f"on {cores} both models"
         yield from _memory_lines(plan.memory, whose)
+    if (needed := prepared.compile_memory) is not None and prepared.own_graphs is None:
+        size = f"{gib(needed.least)} to {gib(needed.most)} GiB"
+        yield f"host      a compile takes {size} of its memory by an estimate, with {needed.workers} compilers at once"
     if prepared.host_bytes is not None:
         yield f"host      a load takes up to {gib(prepared.host_bytes)} GiB of the host's memory"
 
@@ -348,6 +351,7 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": memory,
         "host_bytes": prepared.host_bytes,
+        "compile_memory": None if prepared.own_graphs else prepared.compile_memory,
         "device": prepared.case.device,
         "arguments": plan.arguments,
         "calls": {} if plan.arguments is None else plan.arguments.calls,

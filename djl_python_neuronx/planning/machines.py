@@ -475,6 +475,20 @@ def available_memory(root: Path = Path("/")) -> int | None:
     return min(sizes, default=None)
 
 
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Return the processes of this control group that the kernel has killed for memory so far; None if unknown.
+
+    Source: the kernel's cgroup-v2.rst (`memory.events`) and cgroup-v1/memory.rst (`memory.oom_control`).
+    """
+    groups, files = root / "sys/fs/cgroup", ["memory.events", "memory/memory.oom_control"]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, kind, own = line.split(":", 2)
+        files += [f".{own}/memory.events"] * (not kind)
+        files += [f"memory/.{own}/memory.oom_control"] * (kind == "memory")
+    found = [_fields(groups / file).get("oom_kill") for file in files]
+    return max((count for count in found if count is not None), default=None)
+
+
 def _fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file of the kernel with a name and a number in each line."""
     lines = [line.split() for line in _read(path).splitlines()]

@@ -29,6 +29,8 @@ it."""
 
 _PROCESS_BYTES = GIB // 2
 """An engine's process with its libraries, before the first weight: 170 to 290 MiB measured with the cpu backend."""
+_COMPILER_BYTES = (GIB, 4 * GIB)
+"""One compiler at its peak, least and most: an assumption."""
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 _LENGTH_STEP = 128
 """Tokens: advised lengths are multiples of this."""
@@ -175,6 +177,49 @@ def host_bytes(case: Case, kind: str | None, stored: str | None) -> int | None:
     layer = layers // (case.model.num_layers or 1)
     table = 0 if case.effective.on_device_embedding else embedding
     return _PROCESS_BYTES + table + 2 * max(layer, head)
+
+
+@dataclass(frozen=True)
+class CompileMemory:
+    """Host memory of a compile at its peak, with as many compilers at once as the host holds: an estimate."""
+
+    least: int
+    most: int
+    workers: int
+    """Compilers that run at once."""
+
+
+def compile_memory(
+    case: Case, num_graphs: int, load: int | None, available: int | None
+) -> CompileMemory | None:
+    """Return the host memory of a compile; None if it is unknown or nothing is compiled.
+
+    While its compilers run, NxD Inference holds the part of one core twice, once more for each further kind of graph
+    (torch's tensors and the copies that XLA traces), at most four times; transformers-neuronx what a load takes. A
+    compiler takes 1 to 4 GiB. Source: neuronx-distributed 0.18, model_builder.py `_generate_hlo` and `trace`, which
+    runs as many compilers as Python's ThreadPoolExecutor; transformers-neuronx 0.13, base.py `compile`: one for each
+    graph. Not measured on a device; users report that an 8B model on one core is killed with 32 GiB while it is traced
+    (github.com/aws-neuron/neuronx-distributed-inference/issues/26), and that a 1B model compiles with 16.
+
+    Args:
+        case: With options that are filled in.
+        num_graphs: The graphs to compile.
+        load: See `host_bytes`.
+        available: The host's memory; None if unknown, which limits no compilers.
+    """
+    core = core_memory(case.with_options(n_positions=1, max_rolling_batch_size=1))
+    if case.neuron is None or core is None or load is None or num_graphs == 0:
+        return None
+    least = most = load
+    workers = num_graphs
+    if not case.neuron.loads_by_layer:
+        part = core.weights + core.padding
+        least, most = _PROCESS_BYTES + 2 * part, _PROCESS_BYTES + 4 * part
+        workers = min(num_graphs, case.device.cpus + 4, 32)
+    room = workers if available is None else (available - most) // _COMPILER_BYTES[1]
+    workers = case.options.compilation_worker_count or max(1, min(workers, room))
+    least_each, most_each = _COMPILER_BYTES
+    return CompileMemory(least + workers * least_each, most + workers * most_each, workers)
 
 
 def cache_bytes(case: Case) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,50 @@ def test_a_long_line_keeps_its_beginning() -> None:
     found = str(of_step(ValueError(SHAPES), "a decode step of 2 rows"))
     assert "failed: Input shape ['[1, 9]'] not found in input_shape_map" in found
     assert len(found) < 700
+
+
+# What users' compiles ended with, whether memory of the host did it, and whether the same compile fails again.
+ENDS = [
+    (RuntimeError("neuronx-cc failed with -9"), True, False),
+    (RuntimeError("[F137] neuronx-cc was forcibly killed - insufficient system memory"), True, False),
+    (RuntimeError("neuronx-cc: Backend exited with code -9 and stderr:"), True, False),
+    (subprocess.CalledProcessError(-9, ["neuronx-cc"]), True, False),
+    (BrokenProcessPool("A process in the process pool was terminated abruptly"), True, False),
+    (RuntimeError("neuronx-cc: terminate called after throwing an instance of 'std::bad_alloc'"), True, False),
+    (RuntimeError("Failed compilation with ['neuronx-cc']: [NCC_IXCG856] MATCH_REPLACE8"), False, True),
+    (RuntimeError("Failed compilation: Too many instructions after unroll for function sg0000"), False, True),
+    (RuntimeError("neuronx-cc failed with 70"), False, True),
+    (RuntimeError("[F134] neuronx-cc terminated abnormally"), False, True),
+    (RuntimeError("neuronx-cc failed with 1"), False, False),
+    (RuntimeError("[XCG815] Estimated peak HBM usage (19.0) exceeds 16GB"), False, True),
+    (RuntimeError("[NCC_EOOM001] neuronx-cc: the combined memory exceeds the limit"), False, True),
+    (RuntimeError("neuronx-cc [NCC_X001]: No space left on device"), False, False),
+    (subprocess.CalledProcessError(-15, ["neuronx-cc"]), False, False),
+    (RuntimeError("neuronx-cc: libxml2.so.2: cannot open shared object file"), False, False),
+    (RuntimeError(CACHED), False, False),
+    (MemoryError(), True, False),
+    (RuntimeError(MEMORY), False, False),
+    (RuntimeError(BUSY), False, False),
+]  # fmt: skip
+
+
+def test_how_a_compile_ended() -> None:
+    wrong = []
+    for error, full, lasting in ENDS:
+        found = of_load(error, "the model in /m")
+        assert isinstance(found, BackendError)
+        if (found.host_full, found.lasting) != (full, lasting):
+            wrong.append((error, found.host_full, found.lasting))
+    assert not wrong
+
+
+def test_a_failed_compile_that_users_report_names_the_report() -> None:
+    error = RuntimeError("Failed compilation with ['neuronx-cc']: [NCC_IXCG856] MATCH_REPLACE8")
+    found = of_load(error, "the model in /m")
+    assert type(found) is CompileError
+    assert "users of neuronx-cc >=2.23 report that" in str(found)
+    assert "leave on_device_generation out" in str(found)
+    assert "https://github.com/aws-neuron/aws-neuron-sdk/issues/1303" in str(found)
 
 
 def test_an_assertion_without_words_names_its_line() -> None:

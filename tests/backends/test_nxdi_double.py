@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -304,6 +305,24 @@ def test_a_failed_compile_ends_with_the_compiler_s_lines_and_leaves_no_folder(
     ):
         nxdi.compile(nxdi_plan(folder), target)
     assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_as_many_compilers_as_the_plan_says(
+    folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int
+) -> None:
+    """The library's pool names no number; one that does keeps it."""
+    seen: list[int] = []
+
+    def look(self: Any, compiled_model_path: str) -> None:
+        seen.append(futures.ThreadPoolExecutor()._max_workers)
+        seen.append(futures.ThreadPoolExecutor(max_workers=9)._max_workers)
+
+    usual = futures.ThreadPoolExecutor()._max_workers
+    monkeypatch.setattr(nxdi_double.NeuronLlamaForCausalLM, "compile", look)
+    nxdi.compile(replace(nxdi_plan(folder), compile_workers=most), tmp_path)
+    assert seen == [most or usual, 9]
+    assert futures.ThreadPoolExecutor()._max_workers == usual
 
 
 def test_graphs_of_other_shapes_end_the_start(

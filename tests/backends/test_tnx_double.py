@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import types
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,16 @@ def test_compiled_programs_fit_their_plan_only(tmp_path: Path, made: list[Any]) 
     assert [model.loaded_from for model in made] == [None, tmp_path]
     with pytest.raises(ArtifactError, match="Compile it again"):
         tnx.load(tnx_plan(tmp_path, token_buckets=(48,)), tmp_path)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(None, 3), (5, 5)])
+def test_as_many_compilers_as_the_plan_says(
+    tmp_path: Path, made: list[Any], asked: int | None, got: int
+) -> None:
+    given = {} if asked is None else {"compilation_worker_count": asked}
+    plan = replace(tnx_plan(folder_of(tmp_path, "llama"), **given), compile_workers=3)
+    tnx.compile(plan, tmp_path)
+    assert made[0].neuron_config.compilation_worker_count == got
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt"])

@@ -564,6 +564,7 @@ ARTIFACTS = {
     "low_cpu_mem_usage": flag(),
     "on_mismatch": choice("error", "recompile", also_bad=("ignore",)),
     "compilation": choice("allow", "forbid", also_bad=("false",)),
+    "retry_compile": flag(also=("retry",)),
 }
 
 COMPILER = {

@@ -77,10 +77,11 @@ class GenerationConfig:
 class NeuronConfig:
     def __init__(self, *, continuous_batching=None, cache_layout="SBH", fuse_qkv=False, group_query_attention=None,
                  on_device_generation=None, quant=None, kv_cache_quant=None, shard_over_sequence=False,
-                 **kwargs):  # fmt: skip
+                 compilation_worker_count=None, **kwargs):  # fmt: skip
         assert not kwargs, f"Unexpected keyword arguments: {kwargs}"
         self.continuous_batching = continuous_batching
         self.on_device_generation = on_device_generation
+        self.compilation_worker_count = compilation_worker_count
         self.bsh_cache_layout = cache_layout == "BSH"
         self.group_query_attention = group_query_attention
 

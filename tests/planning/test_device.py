@@ -14,6 +14,7 @@ from djl_python_neuronx.planning.machines import (
     detect,
     for_process,
     named,
+    oom_kills,
 )
 
 GIB = 2**30
@@ -320,3 +321,29 @@ class TestAvailableMemory:
             f"{group}stat": "total_active_file 10000\ntotal_inactive_file 20000\nactive_file 7\n",
         }
         assert host(files) == 230000
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/memory.events": "oom 3\noom_kill 2\n"}, 2),
+        ({"sys/fs/cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 1\n"}, 1),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.events": "oom_kill 4\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n4:memory:/p/q\n",
+                "sys/fs/cgroup/memory/p/q/memory.oom_control": "oom_kill 7\n",
+                "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 1\n",
+            },
+            7,
+        ),
+        # Of the host's path in a container that has a namespace of its own, nothing is there.
+        ({"proc/self/cgroup": "0::/host/x\n", "sys/fs/cgroup/memory.events": "oom_kill 0\n"}, 0),
+    ],
+)
+def test_processes_that_the_kernel_has_killed_for_memory(tmp_path, files, count):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert oom_kills(tmp_path) == count

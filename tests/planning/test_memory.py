@@ -14,8 +14,10 @@ from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import GIB, INSTANCES, DeviceInfo, named
 from djl_python_neuronx.planning.memory import (
     HEADROOM_BYTES,
+    CompileMemory,
     CoreMemory,
     Fit,
+    compile_memory,
     core_memory,
     host_bytes,
     savings,
@@ -567,17 +569,51 @@ class TestHost:
     TABLE = 4096 * 128_256
     PROCESS = GIB // 2
 
-    def of(self, backend, kind="safetensors", stored="bfloat16", facts=None, **values):
+    def case(self, backend, facts=None, **values):
         options = {"dtype": "bfloat16", "n_positions": 4096, "max_rolling_batch_size": 4}
         options |= {"tensor_parallel_degree": 8, "model_id": "m"} | values
-        facts = facts or facts_of("llama-3-8b")
-        case = Case(
+        return Case(
             ServingOptions.model_validate(options),
-            facts,
+            facts or facts_of("llama-3-8b"),
             named("inf2.48xlarge"),
             NEURON_BACKENDS.get(backend),
         )
-        return host_bytes(case, kind, stored)
+
+    def of(self, backend, kind="safetensors", stored="bfloat16", facts=None, **values):
+        return host_bytes(self.case(backend, facts, **values), kind, stored)
+
+    @pytest.mark.parametrize(
+        ("available_gib", "workers"), [(None, 12), (1000, 12), (32, 6), (16, 2), (4, 1)]
+    )
+    def test_a_compile_of_nxdi_takes_two_to_four_parts_of_a_core(self, available_gib, workers):
+        part = 2 * self.WEIGHTS // 8
+        found = self.compile("nxdi", available_gib)
+        assert found.workers == workers
+        assert found.least == pytest.approx(self.PROCESS + 2 * part + workers * GIB, rel=1e-3)
+        assert found.most == pytest.approx(self.PROCESS + 4 * part + 4 * workers * GIB, rel=1e-3)
+
+    def test_a_compile_of_tnx_takes_what_its_load_takes(self):
+        load = self.of("tnx")
+        assert self.compile("tnx", None) == CompileMemory(load + 12 * GIB, load + 48 * GIB, 12)
+        assert self.compile("tnx", 12).workers == (12 * GIB - load) // (4 * GIB) == 2
+        asked = self.compile("tnx", 12, compilation_worker_count=7)
+        assert asked == CompileMemory(load + 7 * GIB, load + 28 * GIB, 7)
+
+    def test_more_compilers_than_the_library_starts_are_not_counted(self):
+        case = replace(self.case("nxdi"), machine=replace(named("inf2.48xlarge"), cpus=4))
+        assert compile_memory(case, 12, 0, None).workers == 8
+        assert compile_memory(case, 3, 0, None).workers == 3
+
+    def test_nothing_is_compiled_or_known(self):
+        assert compile_memory(self.case("cpu"), 0, 1, None) is None
+        assert compile_memory(self.case("nxdi"), 0, 1, None) is None
+        assert compile_memory(self.case("nxdi"), 3, None, None) is None
+
+    def compile(self, backend, available_gib, **values):
+        available = None if available_gib is None else available_gib * GIB
+        return compile_memory(
+            self.case(backend, **values), 12, self.of(backend, **values), available
+        )
 
     def test_cpu_takes_weights_and_cache(self):
         cache = 32 * 2 * 8 * 128 * 4096 * 4

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,8 @@ def compile(plan: LoadPlan, target: Path) -> None:
                 application.config.save(str(target))
                 application.shard_weights(str(target))
             else:
-                application.compile(str(target))
+                with _limited_threads(plan.compile_workers):
+                    application.compile(str(target))
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -98,6 +100,26 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
         time.monotonic() - began,
     )
     return backend
+
+
+@contextmanager
+def _limited_threads(most: int) -> Iterator[None]:
+    """Limit pools of threads that name no number to `most`; 0: not at all.
+
+    The library starts a compiler in each thread of such a pool, as many as the host has CPUs, and 4 more. Source:
+    neuronx-distributed 0.13 to 0.18, model_builder.py `trace`.
+    """
+    pool = futures.ThreadPoolExecutor
+
+    class Limited(pool):  # type: ignore[misc, valid-type]
+        def __init__(self, max_workers: int | None = None, **more: Any) -> None:  # noqa: ANN401
+            super().__init__(max_workers or most, **more)
+
+    futures.ThreadPoolExecutor = Limited if most else pool  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        futures.ThreadPoolExecutor = pool  # type: ignore[misc]
 
 
 def _check_files(plan: LoadPlan, compiled: Path) -> None:

@@ -55,6 +55,9 @@ def compile(plan: LoadPlan, target: Path) -> None:
     """
     if reason := uncompilable({"model_type": model_type_of(plan.model_dir)}):
         raise BackendError(reason)
+    workers = {"compilation_worker_count": plan.compile_workers} if plan.compile_workers else {}
+    neuron_config = {**workers, **plan.arguments.neuron_config}
+    plan = replace(plan, arguments=replace(plan.arguments, neuron_config=neuron_config))
     stored = plan.presharded and any(target.glob("*.neff"))
     model = _on_device(plan, target if stored else None)
     with translated(plan):

@@ -352,7 +352,7 @@ def _no_kernels(case: Case) -> Iterator[Finding]:
         if getattr(case.options, name)
     )
     if names and family in {"inf2", "trn1"}:
-        problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28"
+        problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28 (https://github.com/aws-neuron/aws-neuron-sdk/issues/1322)"
         yield Finding(names, problem, "warning")
 
 

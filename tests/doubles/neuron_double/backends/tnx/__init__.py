@@ -1,14 +1,16 @@
 """A backend that compiles: one file per graph, each told in a log. Its device is the simulated one, without torch.
 
 Variables: `TOYC_LOG` names the log, `TOYC_VERSION` the compiler's version, `TOYC_STOP_AT` the graph whose compile
-hangs, `TOYC_FAIL` and `TOYC_UNCOMPILABLE` what is wrong. With `CORE` it takes the core of `core_driver` to compile
-and to load, as the library does.
+hangs, `TOYC_FAIL` and `TOYC_UNCOMPILABLE` what is wrong, `TOYC_RUN` the program that compiles. With `CORE` it takes the
+core of `core_driver` to compile and to load, as the library does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -37,6 +39,9 @@ def compile(plan: LoadPlan, target: Path) -> None:
             continue
         with Path(os.environ["TOYC_LOG"]).open("a") as log:
             log.write(f"{name} {os.getpid()}\n")
+        if program := os.environ.get("TOYC_RUN"):
+            with translated(plan):
+                _run_compiler(program)
         if os.environ.get("TOYC_FAIL"):
             raise CompileError(os.environ["TOYC_FAIL"])
         if name == os.environ.get("TOYC_STOP_AT"):
@@ -47,6 +52,17 @@ def compile(plan: LoadPlan, target: Path) -> None:
     if plan.presharded:
         assert plan.arguments.neuron_config["on_device_embedding"]
         _cut(plan, target)
+
+
+def _run_compiler(program: str) -> None:
+    """Run it as libneuronxla does, whose error has what the compiler has written."""
+    command = ["neuronx-cc", "-c", program]
+    ran = subprocess.run(
+        command, executable=sys.executable, capture_output=True, text=True, check=False
+    )
+    if ran.returncode > 0:
+        raise RuntimeError(f"Failed compilation with ['neuronx-cc', 'compile']: {ran.stderr}")
+    ran.check_returncode()
 
 
 def _cut(plan: LoadPlan, target: Path) -> None:

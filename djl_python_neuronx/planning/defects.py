@@ -1,0 +1,97 @@
+"""Defects of the Neuron compiler that users report: the settings that meet one, and the text of a failed compile.
+
+The rows, with their public threads, are in `defects.toml`. None was seen here: there was no chip.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from djl_python_neuronx.config.findings import SET, UNSET, Finding, when
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.planning import sdks
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.tables import read_table
+
+
+class CompilerDefect(BaseModel):
+    """One row: what it takes to meet the defect, and what to do. A condition that is left out always holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compiler: str
+    """The versions of neuronx-cc, as pip writes them; from the first that is known to have the defect to the first that
+    has it no more, or of which nothing is reported."""
+    backend: str
+    families: tuple[str, ...]
+    """Kinds of chips."""
+    model: dict[str, tuple[str | int, ...]] = {}
+    """Fields of `ModelFacts`, each with its values: an architecture, the shape of a model."""
+    options: dict[str, Any] = {}
+    """Options, each `set`, `unset`, a list of values or a table with the `least` number. Also properties of
+    `ServingOptions`."""
+    symptom: str
+    """The failure, as a sentence without a full stop."""
+    text: str = ""
+    """Regular expression for the output of a compile that failed of it; empty: no such text is reported."""
+    cure: str
+    """The way around it, as a sentence without a full stop."""
+    sources: tuple[str, ...]
+    """The public threads."""
+
+    @property
+    def report(self) -> str:
+        """The report, its cure and its sources, in words."""
+        told = f"users of neuronx-cc {self.compiler} report that {self.symptom}"
+        return f"{told}: {self.cure} ({', '.join(self.sources)})"
+
+    def meets(self, case: Case, compiler: str) -> bool:
+        """True if a compile of this case, with this version of the compiler, meets the defect."""
+        conditions = {name: _condition(value) for name, value in self.options.items()}
+        return (
+            sdks.within(compiler, self.compiler)
+            and (case.backend, case.device.family) in {(self.backend, one) for one in self.families}
+            and all(getattr(case.model, name) in values for name, values in self.model.items())
+            and when(**conditions).holds(case.effective)
+        )
+
+
+def known_defects(case: Case, compiler: str | None) -> Iterator[Finding]:
+    """Yield a warning for each defect that a compile of this case meets.
+
+    `compiler`: its version; None: it is not known, which makes notes of defects that the newest compiler does not have.
+    """
+    every = [one for sdk in sdks.table().sdk for one in sdk.packages["neuronx-cc"]]
+    versions = [compiler] if compiler else every
+    for row in _table().values():
+        met = [row.meets(case, version) for version in versions]
+        if any(met):
+            names = tuple(name for name in row.options if name in ServingOptions.model_fields)
+            problem = row.report if compiler else f"{row.report}. The compiler is not known here"
+            yield Finding(names, problem, "warning" if met[0] else "note")
+
+
+def recognised(text: str) -> CompilerDefect | None:
+    """Return the first defect whose text the output of a failed compile has; None if there is none."""
+    return next((row for row in _table().values() if row.text and re.search(row.text, text)), None)
+
+
+@cache
+def _table() -> dict[str, CompilerDefect]:
+    return read_table(__file__, "defects.toml", dict[str, CompilerDefect])
+
+
+def _condition(value: Any) -> object:  # noqa: ANN401  (of a TOML file)
+    """Return a condition of `when`."""
+    if isinstance(value, dict):
+        return _at_least(value["least"])
+    return {"set": SET, "unset": UNSET}[value] if isinstance(value, str) else frozenset(value)
+
+
+def _at_least(least: int) -> Callable[[int], bool]:
+    return lambda number: number >= least

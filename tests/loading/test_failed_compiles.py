@@ -1,0 +1,210 @@
+"""Compiles that fail: what is remembered of them, what is not, and what killed them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from djl_python_neuronx import cli
+from djl_python_neuronx.errors import BackendError, CompileError
+from djl_python_neuronx.loading.check import check
+from djl_python_neuronx.loading.compile_risks import compile_risks
+from djl_python_neuronx.loading.compiled import obtain
+from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning.memory import CompileMemory
+from tests.doubles.neuron_machine import FOLDER, GRAPHS, TINY, load
+
+pytest_plugins = ["tests.doubles.neuron_fixtures"]
+
+SAYS = "import sys; print('ERROR {}', file=sys.stderr); sys.exit({})"
+REFUSED = SAYS.format("[NCC_EVRF007] no tiling", 70)
+FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))
+bytearray(2**29)
+"""
+EATS = """
+hog = bytearray(2**28)
+for page in range(0, len(hog), 4096):
+    hog[page] = 1
+"""
+
+
+def fails(machine, options, program="", **more):
+    """The error of a start whose compiler runs `program`."""
+    machine.set(TOYC_RUN=program)
+    prepared = prepare_or_raise(None, TINY, environ=machine.environ, overrides=options, **more)
+    with pytest.raises(BackendError) as caught:
+        obtain(prepared, prepared.load_tokenizer)
+    return caught.value
+
+
+def test_what_the_compiler_refuses_is_not_compiled_again(machine, options, capsys, tmp_path):
+    first = fails(machine, options, REFUSED)
+    assert first.lasting
+    assert machine.compiled() == GRAPHS[:1]
+    again = fails(machine, options)
+    assert type(again) is CompileError
+    assert re.search(
+        r"failed before .* --retry .*\d{4}-\d\d-\d\d \d\d:\d\d\+00:00, neuronx-cc 1\.0: ",
+        str(again),
+    )
+    assert "no tiling" in str(again)
+    assert machine.compiled() == GRAPHS[:1]
+    # `check` says so, as the error of a start that it is.
+    told = check(str(TINY), environ=machine.environ, overrides=options)
+    assert [type(error) for error in told.findings.errors] == [CompileError]
+    assert "failed before" in str(told.findings.errors[0])
+    # So does `compile`, which prints it.
+    given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    command = ["compile", str(TINY), "--output", str(tmp_path / "out"), *given]
+    assert cli.main(command) == 1
+    assert "failed before" in capsys.readouterr().err
+    # Other settings and other versions are other compiles.
+    assert load(machine, {**options, "max_rolling_batch_size": "4"}) == (0, 1)
+    machine.set(TOYC_VERSION="1.1")
+    assert load(machine, options) == (0, 1)
+    machine.set(TOYC_VERSION="1.0")
+    # Tried again and failed again it stays; after a success it is forgotten.
+    assert fails(machine, {**options, "retry": "true"}, REFUSED).lasting
+    assert "failed before" in str(fails(machine, options))
+    assert cli.main([*command, "--retry"]) == 0
+    assert "retry_compile" not in (tmp_path / "out" / "serving.properties").read_text()
+    assert load(machine, options) == (1, 0)
+    assert not list(tmp_path.rglob(".failed/*"))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        SAYS.format("No space left on device", 1),
+        SAYS.format("libxml2.so.2: cannot open shared object file", 127),
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        FULL,
+    ],
+    ids=["disk", "image", "killed", "stopped", "memory"],
+)
+def test_what_the_machine_lacks_is_not_remembered(machine, options, program):
+    assert not fails(machine, options, program).lasting
+    machine.set(TOYC_RUN="")
+    assert load(machine, options) == (0, 1)
+
+
+def test_what_is_remembered_may_be_damaged_or_not_ours(machine, options, tmp_path):
+    fails(machine, options, REFUSED)
+    (kept,) = tmp_path.rglob(".failed/*")
+    kept.write_bytes(b"\xff\xfe")
+    assert "failed before" in str(fails(machine, options))
+    kept.unlink()
+    kept.mkdir()
+    machine.set(TOYC_RUN="")
+    with suppress(OSError):  # what cannot be removed costs nothing
+        assert load(machine, options) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kills", "said"),
+    [
+        ([3, 4], "the kernel killed it because the memory"),
+        ([3, 3], "killed no process here for memory"),
+        ([None, None], "most likely the kernel killed it"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["compiler", "process"])
+def test_a_killed_compile_says_so_and_why(machine, options, monkeypatch, kills, said, whole):
+    counts = iter(kills)
+    monkeypatch.setattr(
+        "djl_python_neuronx.loading.compile_process.oom_kills", lambda: next(counts)
+    )
+    victim = "os.getppid()" if whole else "os.getpid()"
+    error = str(fails(machine, options, f"import os, signal; os.kill({victim}, signal.SIGKILL)"))
+    assert "SIGKILL" in error
+    assert said in error
+    assert "by an estimate. Compile it on " in error
+    assert "`djl-neuronx compile " in error
+
+
+def test_a_compile_beyond_a_limit_of_memory_says_so(machine, options):
+    """By RLIMIT_AS, below which Python raises MemoryError."""
+    error = fails(machine, options, FULL)
+    assert error.host_full
+    assert "Compile it on " in str(error)
+
+
+@pytest.fixture
+def cgroup():
+    """A control group with 400 MB of memory; root can make one where the controllers are writable."""
+    for parent, limit, value in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "400000000"),
+        (Path("/sys/fs/cgroup"), "memory.max", "400000000"),
+    ):
+        group = parent / f"djl-neuronx-{os.getpid()}"
+        with suppress(OSError):
+            group.mkdir()
+            (group / limit).write_text(value)
+            with suppress(OSError):
+                (group / "memory.swap.max").write_text("0")
+            yield group
+            group.rmdir()
+            return
+        with suppress(OSError):
+            group.rmdir()
+    pytest.skip("no control group of memory can be made here")
+
+
+def test_a_compile_that_its_control_group_kills_says_so(machine, options, cgroup, tmp_path):
+    program = f"""
+import os, sys
+open({str(cgroup / "cgroup.procs")!r}, "w").write(str(os.getpid()))
+from tests.doubles.neuron_machine import TINY, place_backend
+place_backend()
+from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
+from djl_python_neuronx.backends.plan import LoadPlan
+from pathlib import Path
+plan = LoadPlan(TINY, 1, 64, (64,))
+try:
+    compile_guarded("tnx", plan, Path({str(tmp_path)!r}), environ=os.environ, neff_cache=None, forecast=Forecast(1, 1))
+except Exception as error:
+    print(error)
+"""
+    machine.set(TOYC_RUN=EATS.replace("2**28", "2**30"))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=machine.environ,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert "SIGKILL" in ran.stdout, ran.stdout + ran.stderr
+    assert "the kernel killed it because the memory of the host or of this container" in ran.stdout
+
+
+def test_compilers_are_as_many_as_the_host_holds(machine, options, monkeypatch):
+    """And the command for another machine has what the command line sets."""
+    prepared = prepare_or_raise(
+        None,
+        TINY,
+        environ=machine.environ,
+        overrides=options,
+        machine=machines.named("inf2.xlarge"),
+    )
+    seen = []
+    for gib in (64, 10, 2, 0.5):
+        monkeypatch.setattr(machines, "available_memory", lambda gib=gib: int(gib * 2**30))
+        seen.append(
+            (prepared.compile_memory.workers, [one.level for one in compile_risks(prepared)])
+        )
+    assert seen == [(3, []), (2, []), (1, ["note"]), (1, ["warning"])]
+    (risk,) = compile_risks(prepared)
+    command = re.search(r"`(djl-neuronx compile .*)`", risk.problem)[1]
+    assert command.startswith(f"djl-neuronx compile {TINY} --output DIR --instance inf2.xlarge")
+    assert "-o n_positions=128" in command
+    assert isinstance(prepared.compile_memory, CompileMemory)
+    assert str(FOLDER)
