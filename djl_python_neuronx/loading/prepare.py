@@ -150,15 +150,18 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
 def _case(settings: Resolved, model: Model, backend: str, situation: Situation) -> Case:
     of_vllm = settings.origins.get("compiled_graph_path") == f"environment {_VLLM_GRAPHS}"
     saved = model.artifact.backend == backend and bool(model.artifact.neuron_config)
+    neuron = NEURON_BACKENDS.get(backend)
+    library = libraries()[neuron.package] if neuron is not None and situation.is_here else None
     return Case(
         settings.options,
         model.facts,
         choose_machine(settings, backend, situation),
-        NEURON_BACKENDS.get(backend),
+        neuron,
         foreign_graphs=saved or (of_vllm and backend == "nxdi"),
         among_others=situation.among_others,
         compiled=model.artifact.backend == backend and model.artifact.compiled is not None,
         code=model.code,
+        library_version=library.version if library and library.state == "installed" else None,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
 from typing import Final, Literal
 
 from djl_python_neuronx.config.findings import Finding
@@ -42,7 +44,7 @@ class Library:
 
     name: str
     version: str | None
-    """None: missing, or importable without being installed as a package."""
+    """None: missing, or neither installed as a package nor stated by its source."""
     state: Literal["installed", "placeholder", "missing"]
 
 
@@ -198,7 +200,8 @@ def _library(name: str, module: str) -> Library:
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        return Library(name, None, "installed" if _importable(module) else "missing")
+        state: Literal["installed", "missing"] = "installed" if _importable(module) else "missing"
+        return Library(name, _stated_version(module), state)
     described = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     fake = _PLACEHOLDER_WORDS in described
     return Library(name, distribution.version, "placeholder" if fake else "installed")
@@ -209,3 +212,14 @@ def _importable(module: str) -> bool:
         return module in sys.modules or util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _stated_version(module: str) -> str | None:
+    """Return the version that the source of a module states in `_version.py`; None if there is none."""
+    with suppress(ImportError, ValueError, OSError):
+        spec = util.find_spec(module)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            text = (Path(folder) / "_version.py").read_text(encoding="utf-8")
+            if found := re.search(r"""^__version__ = ["']([^"']+)""", text, re.MULTILINE):
+                return found[1]
+    return None

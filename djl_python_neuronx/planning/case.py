@@ -113,6 +113,8 @@ class Case:
     """Graphs of this library came with the model."""
     code: Code | None = None
     """Code of the model, for a library that can take it in the place of its own class."""
+    library_version: str | None = None
+    """Version of the library on the machine that serves; None: unknown."""
 
     def with_options(self, **values: object) -> Case:
         """Return the same case with other values of options, which are not validated."""

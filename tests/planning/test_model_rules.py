@@ -53,7 +53,15 @@ FILLED = {
     "max_rolling_batch_size": 8,
     "dtype": "bfloat16",
 }
-CASE_ARGUMENTS = ("loader", "facts", "device", "draft", "estimated_load_s", "filled")
+CASE_ARGUMENTS = (
+    "loader",
+    "facts",
+    "device",
+    "draft",
+    "estimated_load_s",
+    "filled",
+    "library_version",
+)
 
 
 def model_of(model_type, **values):
@@ -262,6 +270,95 @@ LENGTHS = [
         says="192 CPUs",
         breaks={"compilation_worker_count": 193},
         mends={"compilation_worker_count": 192},
+    ),
+]
+RELEASES = [
+    Row(
+        "token_generation_batches",
+        "error",
+        says="0.7.14366 is installed, and 0.8 (SDK 2.28) is the first for the keyword token_generation_batches; leave",
+        breaks={**NXDI, "token_generation_batches": (1, 2), "library_version": "0.7.14366"},
+        mends={"library_version": "0.8.16251+f3ca5575"},
+    ),
+    Row(
+        "token_generation_batches",
+        "note",
+        says="the keyword token_generation_batches needs 0.8 (SDK 2.28) of NxD Inference, or a newer one",
+        breaks={**NXDI, "token_generation_batches": (1, 2)},
+        mends={"library_version": "0.10.18399"},
+    ),
+    Row(
+        "override_neuron_config",
+        "error",
+        says="0.5 (SDK 2.25) is the first for the keyword on_device_sampling_config.top_k_kernel_enabled",
+        breaks={
+            **NXDI,
+            "override_neuron_config": {
+                "on_device_sampling_config": {"top_k_kernel_enabled": False}
+            },
+            "on_device_generation": {"do_sample": False},
+            "library_version": "0.4.7422",
+        },
+        mends={"library_version": "0.5.9230"},
+    ),
+    Row(
+        "fuse_qkv",
+        "error",
+        says="0.9 (SDK 2.29) is the first for the keyword fused_qkv",
+        breaks={
+            **NXDI,
+            "facts": model_of("qwen3"),
+            "fuse_qkv": True,
+            "library_version": "0.8.0",
+        },
+        mends={"facts": model_of("qwen2")},
+    ),
+    Row(
+        "fuse_qkv",
+        "error",
+        says="0.7 (SDK 2.27) is the first for the keyword fused_qkv",
+        breaks={
+            **NXDI,
+            "facts": model_of("qwen2"),
+            "fuse_qkv": True,
+            "library_version": "0.6.0",
+        },
+        mends={"facts": LLAMA},
+    ),
+    Row(
+        "model_loader",
+        "error",
+        says="0.4.7422 is installed, and 0.5 (SDK 2.25) is the first for model_type qwen3; install",
+        breaks={**NXDI, "facts": model_of("qwen3"), "library_version": "0.4.7422"},
+        mends={"facts": model_of("qwen2")},
+    ),
+    Row(
+        "model_loader",
+        "note",
+        says="model_type mistral needs the second release of 0.9 (SDK 2.29) of NxD Inference, or a newer one",
+        breaks={**NXDI, "facts": model_of("mistral")},
+        mends={"facts": LLAMA},
+    ),
+    Row(
+        "model_loader",
+        "warning",
+        says="0.3.5591 is installed; this package is for 0.4 (SDK 2.24) to 0.10 (SDK 2.30 and 2.31)",
+        breaks={**NXDI, "library_version": "0.3.5591"},
+        mends={"library_version": "0.4.7422"},
+    ),
+    Row(
+        "model_loader",
+        "warning",
+        says="0.11.1 is installed",
+        breaks={**NXDI, "library_version": "0.11.1"},
+        mends={"library_version": "0.10.18399"},
+    ),
+    Row(
+        "attn_kernel_enabled",
+        "warning",
+        says="no kernels on inf2",
+        breaks={**NXDI, "attn_kernel_enabled": True, "library_version": "0.9.1"},
+        mends={"library_version": "0.8.1"},
     ),
 ]
 ON_CPU = [
@@ -1501,7 +1598,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize(
     "row",
-    [*LENGTHS, *ON_CPU, *EQUIVALENTS, *BATCHES, *CORES, *LAYOUT],
+    [*LENGTHS, *RELEASES, *ON_CPU, *EQUIVALENTS, *BATCHES, *CORES, *LAYOUT],
     ids=lambda row: f"{row.option}-{row.says}",
 )
 def test_a_finding_is_told_only_when_it_holds(row):

@@ -124,6 +124,9 @@ def _translate(configuration: Any, plan: LoadPlan) -> None:  # noqa: ANN401
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 1,
         }
+    if getattr(configuration, "head_dim", 0) is None:
+        # As of a mixtral; before 0.7 the library computes only one that is absent.
+        fields["head_dim"] = configuration.hidden_size // configuration.num_attention_heads
     if getattr(configuration, "hidden_act", None) == "swish":
         fields["hidden_act"] = "silu"
     window = getattr(configuration, "sliding_window", None)

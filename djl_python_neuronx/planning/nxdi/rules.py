@@ -15,8 +15,8 @@ from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import first_size
-from djl_python_neuronx.planning.nxdi import contrib_rules
-from djl_python_neuronx.planning.nxdi.arguments import graphs
+from djl_python_neuronx.planning.nxdi import contrib_rules, versions
+from djl_python_neuronx.planning.nxdi.arguments import graphs, write_arguments
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
@@ -308,6 +308,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _flash_decoding(case)
     yield from _no_kernels(case)
     yield from contrib_rules.findings(case)
+    yield from versions.findings(case, write_arguments(case).neuron_config)
 
 
 def _window(case: Case) -> Iterator[Finding]:
@@ -343,7 +344,7 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
 
 
 def _no_kernels(case: Case) -> Iterator[Finding]:
-    """Warn of kernels that recent versions lack. Source: release notes of NxD Inference, Neuron SDK 2.29."""
+    """Warn of kernels that the installed version lacks, or newer ones. Source: release notes of Neuron SDK 2.29."""
     family = case.device.family
     names = tuple(
         name
@@ -351,7 +352,7 @@ def _no_kernels(case: Case) -> Iterator[Finding]:
         if name.endswith("_kernel_enabled") or name in {"fused_rmsnorm_qkv", "fused_rmsnorm_mlp"}
         if getattr(case.options, name)
     )
-    if names and family in {"inf2", "trn1"}:
+    if names and not versions.has_kernels(family or "", case.library_version):
         problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28 (https://github.com/aws-neuron/aws-neuron-sdk/issues/1322)"
         yield Finding(names, problem, "warning")
 

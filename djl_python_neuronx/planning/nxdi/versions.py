@@ -1,0 +1,107 @@
+"""Releases of NxD Inference, as versions.toml lists them, and what a case needs of the installed one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+from pydantic import BaseModel, ConfigDict
+
+from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.tables import read_table
+
+_MODEL = "model_loader"
+
+
+class Release(BaseModel):
+    """A release, and what is new in it; versions.toml has the meaning of each field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: str
+    name: str = ""
+    sdk: str
+    distributed: str
+    transformers: str
+    models: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    of_model: Mapping[str, tuple[str, ...]] = {}
+    no_kernels: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Its name, for messages."""
+        return f"{self.name or self.version} (SDK {self.sdk})"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    release: tuple[Release, ...]
+
+
+@cache
+def releases() -> tuple[Release, ...]:
+    """Return all releases, oldest first."""
+    return read_table(__file__, "versions.toml", _Table).release
+
+
+def first_release(name: str, model_type: str | None = None) -> Release:
+    """Return the first release with an architecture, or with a keyword (of the class of `model_type`).
+
+    The oldest if none adds it.
+    """
+    found = [
+        release
+        for release in releases()
+        if name in {*release.models, *release.keywords, *release.of_model.get(model_type or "", ())}
+    ]
+    return found[-1] if found else releases()[0]
+
+
+def is_before(version: str, other: str) -> bool:
+    """Return whether a version of the library is before another one; of each the first two numbers count."""
+    first, second = ([int(part) for part in re.findall(r"\d+", v)[:2]] for v in (version, other))
+    return first < second
+
+
+def has_kernels(family: str, installed: str | None) -> bool:
+    """Return whether a version has kernels on instances of a family; if None is known, whether every release has."""
+    without = (release for release in releases() if family in release.no_kernels)
+    return all(installed and is_before(installed, release.version) for release in without)
+
+
+def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield what the installed release lacks; where none is known, a note with the release that the case needs.
+
+    `keywords`: of `NeuronConfig`.
+    """
+    model_type, installed = case.model.model_type or "", case.library_version
+    wanted = [(_MODEL, f"model_type {model_type}", first_release(model_type))]
+    for name, value in keywords.items():
+        inner = value if isinstance(value, Mapping) else {}
+        for keyword in (name, *(f"{name}.{entry}" for entry in inner)):
+            option = OPTIONS.get(keyword, OVERRIDE)
+            wanted.append((option, f"the keyword {keyword}", first_release(keyword, model_type)))
+    if installed is None:
+        name, what, newest = max(wanted, key=lambda entry: releases().index(entry[2]))
+        if newest != releases()[0]:
+            problem = f"{what} needs {newest} of NxD Inference, or a newer one"
+            yield Finding((name,), problem, "note")
+        return
+    oldest, latest = releases()[0], releases()[-1]
+    if is_before(installed, oldest.version) or is_before(latest.version, installed):
+        problem = (
+            f"NxD Inference {installed} is installed; this package is for {oldest} to {latest}"
+        )
+        yield Finding((_MODEL,), problem, "warning")
+    for name, what, release in wanted:
+        if is_before(installed, release.version):
+            fix = "leave it out, or " if name != _MODEL else ""
+            problem = (
+                f"NxD Inference {installed} is installed, and {release} is the first for {what}; {fix}install that "
+                "or a later one"
+            )
+            yield Finding((name,), problem)
