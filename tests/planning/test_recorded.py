@@ -52,6 +52,7 @@ def recorded(**keywords):
         {"scratchpad_page_size": 512, "logical_nc_config": 2, "lm_head_pad": True},
         {"a_flag_of_a_later_version": True, "a_number_of_one": 7},
         {"trace_tokengen_model": True, "rpl_reduce_dtype": "bfloat16"},
+        {"attn_cls": {"__module__": "models.qwen2", "__name__": "NeuronQwen2Attention"}},
     ],
 )
 def test_a_recorded_configuration_is_reached_by_its_options(keywords):

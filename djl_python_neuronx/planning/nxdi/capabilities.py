@@ -124,7 +124,13 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         ignored_options=_DENSE.ignored_options | {"k_cache_transposed"},
         defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS, _MLP_KERNEL),
     ),
-    "mixtral": _MOE,
+    "mixtral": replace(
+        _MOE,
+        unsupported_options={
+            **_MOE.unsupported_options,
+            "fuse_qkv": "NxD Inference does not merge the weights of its projections",
+        },
+    ),
     "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS, _MLP_KERNEL)),
     "qwen3": replace(
         _DENSE,

@@ -24,8 +24,6 @@ class Release(BaseModel):
     version: str
     name: str = ""
     sdk: str
-    distributed: str
-    transformers: str
     models: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     of_model: Mapping[str, tuple[str, ...]] = {}
@@ -61,16 +59,15 @@ def first_release(name: str, model_type: str | None = None) -> Release:
     return found[-1] if found else releases()[0]
 
 
-def is_before(version: str, other: str) -> bool:
-    """Return whether a version of the library is before another one; of each the first two numbers count."""
-    first, second = ([int(part) for part in re.findall(r"\d+", v)[:2]] for v in (version, other))
-    return first < second
+def numbers(version: str) -> tuple[int, ...]:
+    """Return what tells releases apart, the first two numbers: (0, 10) of ``0.10.18399+ed62453e``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def has_kernels(family: str, installed: str | None) -> bool:
     """Return whether a version has kernels on instances of a family; if None is known, whether every release has."""
     without = (release for release in releases() if family in release.no_kernels)
-    return all(installed and is_before(installed, release.version) for release in without)
+    return all(installed and numbers(installed) < numbers(release.version) for release in without)
 
 
 def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
@@ -91,14 +88,12 @@ def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
             problem = f"{what} needs {newest} of NxD Inference, or a newer one"
             yield Finding((name,), problem, "note")
         return
-    oldest, latest = releases()[0], releases()[-1]
-    if is_before(installed, oldest.version) or is_before(latest.version, installed):
-        problem = (
-            f"NxD Inference {installed} is installed; this package is for {oldest} to {latest}"
-        )
+    if all(numbers(installed) != numbers(release.version) for release in releases()):
+        known = f"{releases()[0]} to {releases()[-1]}"
+        problem = f"NxD Inference {installed} is installed; this package is for {known}"
         yield Finding((_MODEL,), problem, "warning")
     for name, what, release in wanted:
-        if is_before(installed, release.version):
+        if numbers(installed) < numbers(release.version):
             fix = "leave it out, or " if name != _MODEL else ""
             problem = (
                 f"NxD Inference {installed} is installed, and {release} is the first for {what}; {fix}install that "
