@@ -113,6 +113,8 @@ def test_a_class_is_taken_from_its_own_file_else_from_the_registry(
     for name in ("clip", "gemma2"):
         with pytest.raises(BackendError, match=f"no class for model_type '{name}'.*gemma3, llama"):
             model.find_class(name)
+    with pytest.raises(BackendError, match=r"'mistral'; the second release of 0.9 .SDK 2.29. is"):
+        model.find_class("mistral")
 
 
 @pytest.mark.parametrize("kind", ["tp", "pp", "ep"])

@@ -23,6 +23,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.planning.fields import rope_type
 from djl_python_neuronx.planning.nxdi.contrib import Code
+from djl_python_neuronx.planning.nxdi.versions import first_release
 
 PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
@@ -164,8 +165,10 @@ def find_class(model_type: str) -> Any:  # noqa: ANN401
         raise BackendUnavailableError(message) from error
     found = registry.get(model_type, {}).get("causal-lm")
     if found is None:
+        first = first_release(model_type)
+        since = f"; {first} is the first with it" if model_type in first.models else ""
         message = (
-            f"the installed {PACKAGE} has no class for model_type {model_type!r}; it has "
+            f"the installed {PACKAGE} has no class for model_type {model_type!r}{since}; it has "
             f"{', '.join(sorted(registry))}{did_you_mean(model_type, registry)}"
         )
         raise BackendError(message)

@@ -75,7 +75,8 @@ def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
 
     `keywords`: of `NeuronConfig`.
     """
-    model_type, installed = case.model.model_type or "", case.library_version
+    installed = case.library_version
+    model_type = "" if case.code else case.model.model_type or ""
     wanted = [(_MODEL, f"model_type {model_type}", first_release(model_type))]
     for name, value in keywords.items():
         inner = value if isinstance(value, Mapping) else {}
