@@ -158,7 +158,7 @@ def test_tokens_through_http_are_those_of_transformers(
 
 
 def check_recorded(compiled: Path, model: Path) -> None:
-    """What the library has recorded leads, as options, to the same configuration, and to no keyword besides."""
+    """Compare what the library has recorded with what its options lead to: the same, and no keyword besides."""
     recorded = json.loads((compiled / "neuron_config.json").read_text())["neuron_config"]
     options = as_options(recorded)
     assert "override_neuron_config" not in options
