@@ -82,3 +82,32 @@ def read(folder: Path) -> ModelCode:
         )
         raise ArtifactNotFoundError(msg)
     return code
+
+
+def read_as(folder: Path, digest: str) -> ModelCode:
+    """Read the code in a folder that was hashed before.
+
+    Raises:
+        ArtifactError: it has another digest now, or cannot be read.
+    """
+    code = read(folder)
+    if code.digest != digest:
+        msg = (
+            f"the code in {folder} has changed: its SHA-256 was {digest}, and is {code.digest} now. Check the model "
+            "again, and compile it for the new code"
+        )
+        raise ArtifactError(msg)
+    return code
+
+
+def copy(folder: Path, digest: str, target: Path) -> None:
+    """Write the code in a folder, which has this digest, to the new folder `target`.
+
+    Raises:
+        ArtifactError: see `read_as`.
+        OSError: a file cannot be written.
+    """
+    for name, content in read_as(folder, digest).files.items():
+        path = target / SOURCE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

@@ -46,6 +46,8 @@ COMPILED = "compiled"
 """The folder of compiled files in an output. Source: the last LMI Neuron container's partition wrote it so."""
 DRAFT = "draft"
 """The folder of the draft model in an output, itself an output."""
+CODE = "model_code"
+"""The folder of the code that takes the place of the library's class."""
 
 WeightsInOutput = Literal["none", "link", "copy", "presharded"]
 
@@ -66,6 +68,7 @@ def write_output(
     compiled: Path | None = None,
     write_weights: Callable[[Path], object] | None = None,
     write_draft: Callable[[Path], object] | None = None,
+    write_code: Callable[[Path], object] | None = None,
     weights: WeightsInOutput = "link",
     for_djl: Mapping[str, str] = MappingProxyType({}),
     own_properties: bool = True,
@@ -74,11 +77,11 @@ def write_output(
     """Write the model in `source` with its compiled files to `destination`, which appears whole or not at all.
 
     It gets the source's configuration, tokenizer, templates, code and adapters byte for byte, `compiled` as the
-    folder `compiled`, what `write_draft` writes to the folder `draft`, and a `serving.properties`, see
-    `properties_file`. The manifest lists that file unless another program replaces it (`own_properties`). `layout` is
-    the name of its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system
-    supports it, else a copy): a linked file changes with its source. With ``presharded`` they are what `write_weights`
-    writes into the folder `compiled`, whose files are then copies.
+    folder `compiled`, what `write_draft` and `write_code` write to the folders `draft` and `model_code`, and a
+    `serving.properties`, see `properties_file`. The manifest lists that file unless another program replaces it
+    (`own_properties`). `layout` is the name of its format in `formats`. Weights are left out, copied, or linked (a hard
+    link where the file system supports it, else a copy): a linked file changes with its source. With ``presharded``
+    they are what `write_weights` writes into the folder `compiled`, whose files are then copies.
 
     Raises:
         ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
@@ -99,6 +102,8 @@ def write_output(
             write_weights(new / COMPILED)
         if write_draft is not None:
             write_draft(new / DRAFT)
+        if write_code is not None:
+            write_code(new / CODE)
         (new / PROPERTIES).write_bytes(properties_file(options, for_djl))
         made = Manifest.of(new, facts, effective_options=options, packages=packages, layout=layout)
         if not own_properties:

@@ -50,7 +50,8 @@ class Model:
     @cached_property
     def facts(self) -> ModelFacts:
         """The facts of its configuration."""
-        return ModelFacts.from_config(self.artifact.config, self.artifact.dtype)
+        facts = ModelFacts.from_config(self.artifact.config, self.artifact.dtype)
+        return facts if self.code is None else facts.estimated()
 
 
 def find_model(settings: Resolved, situation: Situation) -> Model | None:

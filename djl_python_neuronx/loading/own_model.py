@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch, model_code
+from djl_python_neuronx.artifacts.output import CODE
 from djl_python_neuronx.backends.nxdi.contrib import fixes
 from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading.find import Model
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.nxdi.contrib import Code
@@ -19,8 +21,6 @@ from djl_python_neuronx.planning.nxdi.contrib import Code
 OPTION = "nxdi_model_code"
 DIGEST = "nxdi_code_sha256"
 """The digest among the facts that graphs depend on."""
-OUTPUT = "model_code"
-"""The folder of the code in an output of a compile."""
 
 
 def with_code(
@@ -28,29 +28,47 @@ def with_code(
 ) -> Model:
     """Return the model with the code that the settings name, if a backend may run it.
 
-    A place without an origin in `origins` is what the artifact records, and relative to it. Without trust, and in a dry
-    run, nothing is fetched: then the digest is unknown, but for an output that records it.
+    A place without an origin in `origins` is what the artifact records, and relative to it.
 
     Raises:
         ArtifactError: the code cannot be fetched or read.
     """
     options, artifact = settings.options, model.artifact
-    name, class_name = options.nxdi_model_code, options.nxdi_model_class or ""
+    name = options.nxdi_model_code
     if name is None or options.model_loader in {"cpu", "sim", "tnx"}:
         return model
-    folder = fetch.local_folder(
-        name, (options.model_dir if OPTION in origins else None) or artifact.path
-    )
-    if folder is None and (situation.is_dry or not options.trust_remote_code):
-        recorded = artifact.compiled_for.get(DIGEST, "") if name == OUTPUT else ""
-        return replace(model, code=Code(Path(name), str(recorded), class_name))
-    if folder is None:
-        place, at, revision = name.partition("@")
-        origin = f"option.{OPTION}, {settings.origins.get(OPTION, 'default')}"
-        how = {"revision": revision} if at else {}
-        folder = situation.fetch(place, origin, selection=model_code.PYTHON, **how)
-    digest = model_code.read(folder).digest
-    return replace(model, code=Code(folder.absolute(), digest, class_name))
+    base = options.model_dir if OPTION in origins else None
+    folder, digest = fetch.local_folder(name, base or artifact.path), ""
+    if folder is None and not model.whole and Path(name) == Path(CODE):
+        digest = str(artifact.compiled_for.get(DIGEST, ""))  # in the remote folder of an output
+    elif folder is None:
+        folder = _fetched(name, settings, situation)
+    if folder is not None:
+        digest = model_code.read(folder).digest
+    place = Path(CODE) if folder is None else folder.absolute()
+    return replace(model, code=Code(place, digest, options.nxdi_model_class or ""))
+
+
+def _fetched(name: str, settings: Resolved, situation: Situation) -> Path | None:
+    """Return the folder of code that is not here; None without trust and in a dry run, which fetch nothing.
+
+    Raises:
+        ArtifactError: it cannot be fetched, or the name is that of a folder.
+    """
+    origin = f"option.{OPTION}, {settings.origins.get(OPTION, 'default')}"
+    place, at, revision = name.partition("@")
+    # Not a name without an owner, which may be that of a folder that is missing.
+    if fetch.uri_scheme(name) is None and not ("/" in name and fetch.is_hub_id(place)):
+        msg = (
+            f"there is no folder {name!r} (from {origin}); expected one with {model_code.SOURCE}/modeling_*.py, "
+            f"absolute or relative to the model folder. Put the code there (an output of compile has it in {CODE}), or "
+            f"name another place with option.{OPTION}"
+        )
+        raise ArtifactNotFoundError(msg)
+    if situation.is_dry or not settings.options.trust_remote_code:
+        return None
+    how = {"revision": revision} if at else {}
+    return situation.fetch(place, origin, selection=model_code.PYTHON, **how)
 
 
 def code_facts(code: Code | None) -> dict[str, str]:

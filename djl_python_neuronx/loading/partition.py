@@ -12,10 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from djl_python_neuronx.artifacts import fetch
+from djl_python_neuronx.artifacts import fetch, model_code
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
-from djl_python_neuronx.artifacts.output import DRAFT, WeightsInOutput, check_free, write_output
+from djl_python_neuronx.artifacts.output import (
+    CODE,
+    DRAFT,
+    WeightsInOutput,
+    check_free,
+    write_output,
+)
 from djl_python_neuronx.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -29,6 +35,7 @@ from djl_python_neuronx.loading.output_weights import (
     preshard,
     usual_weights,
 )
+from djl_python_neuronx.loading.own_model import OPTION
 from djl_python_neuronx.loading.pinned import for_djl, log_left_out, pinned
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared
@@ -170,7 +177,10 @@ class _Writer:
     def _write_folder(
         self, prepared: Prepared, compiled: Compiled, destination: Path
     ) -> manifests.Manifest:
-        options, write_draft = pinned(prepared), None
+        options, write_draft, write_code = pinned(prepared), None, None
+        if (code := prepared.case.code) is not None:
+            write_code = partial(model_code.copy, code.folder, code.digest)
+            options[OPTION] = f"./{CODE}"
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
             compiled_draft = obtain(draft, lambda: self.tokenizer, self.progress)
@@ -191,6 +201,7 @@ class _Writer:
             if self.weights == "presharded"
             else None,
             write_draft=write_draft,
+            write_code=write_code,
             weights=self.weights,
             for_djl=for_djl(prepared),
             own_properties=self.own_properties,

@@ -7,7 +7,7 @@ and compares with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -96,6 +96,19 @@ class ModelFacts:
             cache_values_per_token=2 * sizes.layers * sizes.keys or None,
             config=config,
         )
+
+    def estimated(self) -> ModelFacts:
+        """Return the facts with a parameter count for any architecture: of layers like llama's, or with experts.
+
+        It is what the sizes of config.json give, and too much where a network has no gate.
+        """
+        sizes = Dimensions.of(self.config)
+        sizes = replace(sizes, intermediate=sizes.intermediate or 4 * sizes.hidden)
+        if self.num_parameters or not (sizes.layers and sizes.table and sizes.head_dim):
+            return self
+        network = _gated(sizes, sizes.intermediate) if sizes.experts == 1 else _experts(sizes)
+        tensors = _rms_normed(sizes, _attention(sizes), network)
+        return replace(self, num_parameters=tensors.total, embedding_parameters=tensors.embedding)
 
     def missing_sizes(self) -> list[str]:
         """Return the names of sizes without which the libraries would make a known architecture's usual large model."""

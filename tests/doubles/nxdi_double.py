@@ -160,7 +160,53 @@ class Wrapper:
         )
 
 
-class NeuronLlamaForCausalLM:
+class Builder:
+    """Division of the weights, of which there are the names alone."""
+
+    def __init__(self, application):
+        self.application = application
+
+    def shard_checkpoint(self, serialize_path=None):
+        own = self.application
+        model = types.SimpleNamespace(
+            state_dict=lambda: dict.fromkeys(own.parameters, torch.ones(1))
+        )
+        checkpoint = own.get_state_dict(own.model_path, own.config)
+        ranks = range(own.neuron_config.world_size)
+        return [
+            self.shard_weights_with_cache(rank, model, checkpoint, serialize_path) for rank in ranks
+        ]
+
+    def shard_weights_with_cache(self, rank, model, checkpoint, serialize_path=None):
+        return dict(checkpoint)
+
+
+class NeuronApplicationBase:
+    """The methods of an application that a class may leave out."""
+
+    parameters = ("embed_tokens.weight", "lm_head.weight", "kv_mgr.past_key_values.0")
+
+    @classmethod
+    def get_config_cls(cls):
+        raise NotImplementedError("get_config_cls is not implemented")
+
+    @staticmethod
+    def update_state_dict_for_tied_weights(state_dict):
+        raise NotImplementedError("State-dict update not implemented")
+
+    @classmethod
+    def get_state_dict(cls, model_name_or_path, config):
+        state = dict.fromkeys(["embed_tokens.weight", "lm_head.weight"])
+        if getattr(config, "tie_word_embeddings", False):
+            del state["lm_head.weight"]
+            cls.update_state_dict_for_tied_weights(state)
+        return state
+
+    def get_builder(self, debug=False):
+        return Builder(self)
+
+
+class NeuronLlamaForCausalLM(NeuronApplicationBase):
     """A row of the cache is a row of token ids; -1 is what was never written."""
 
     made: ClassVar[list[NeuronLlamaForCausalLM]] = []
@@ -205,6 +251,10 @@ class NeuronLlamaForCausalLM:
         self.fail: Exception | None = None
         self.made.append(self)
 
+    @staticmethod
+    def update_state_dict_for_tied_weights(state_dict):
+        state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"]
+
     # --------------------------------------------------------------- compile and load
 
     def compile(self, compiled_model_path, debug=False, pre_shard_weights_hook=None, dry_run=False,
@@ -218,9 +268,8 @@ class NeuronLlamaForCausalLM:
 
     def shard_weights(self, compiled_model_path, debug=False, pre_shard_weights_hook=None):
         folder = Path(compiled_model_path) / "weights"
-        for rank in range(
-            self.neuron_config.world_size * self.neuron_config.save_sharded_checkpoint
-        ):
+        divided = self.neuron_config.save_sharded_checkpoint
+        for rank, _ in enumerate(self.get_builder().shard_checkpoint() if divided else ()):
             folder.mkdir(exist_ok=True)
             (folder / f"tp{rank}_sharded_checkpoint.safetensors").write_text("")
 
@@ -236,6 +285,8 @@ class NeuronLlamaForCausalLM:
         if self.neuron_config.save_sharded_checkpoint:
             for rank in range(self.neuron_config.world_size):
                 (folder / f"weights/tp{rank}_sharded_checkpoint.safetensors").read_text()
+        else:
+            self.get_builder().shard_checkpoint()
         self.is_loaded_to_neuron, self.warmed = True, not skip_warmup
         ranks = types.SimpleNamespace(close=lambda: None)
         self.traced_model = types.SimpleNamespace(nxd_model=types.SimpleNamespace(ranks=ranks))
@@ -440,6 +491,15 @@ class NeuronMistralForCausalLM(NeuronLlamaForCausalLM):
     windowed = True
 
 
+class NeuronBaseForCausalLM(NeuronLlamaForCausalLM):
+    """The base of classes that lie outside the library."""
+
+    get_config_cls = NeuronApplicationBase.get_config_cls
+    update_state_dict_for_tied_weights = staticmethod(
+        NeuronApplicationBase.update_state_dict_for_tied_weights
+    )
+
+
 def _inferred(positions):
     """The mask that the library derives from positions if it gets none."""
     if positions.shape[1] > 1:
@@ -457,6 +517,8 @@ def install(monkeypatch: pytest.MonkeyPatch, poison: int = -1) -> list[NeuronLla
         "": [],
         "models": [],
         "models.config": [*CONFIGS, HybridShardingConfig, InferenceConfig],
+        "models.application_base": [NeuronApplicationBase],
+        "models.model_base": [NeuronBaseForCausalLM],
         "models.llama": [],
         "models.llama.modeling_llama": [NeuronLlamaForCausalLM],
         "models.mistral": [],

@@ -44,7 +44,9 @@ def findings(case: Case) -> Iterator[Finding]:
     code = case.code
     if code is None:
         return
-    what = f"the code in {code.folder} (SHA-256 {code.digest or 'unknown until it is fetched'})"
+    what = f"the code in {code.folder} (SHA-256 {code.digest})"
+    if not code.digest:
+        what = "the code, which a start fetches,"
     for names, problem, fix in _doubts(case, code.row):
         if case.options.nxdi_model_code_unverified:
             told = f"{what} {problem}: compare its answers"

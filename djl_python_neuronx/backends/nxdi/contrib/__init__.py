@@ -20,7 +20,6 @@ from djl_python_neuronx.artifacts import model_code
 from djl_python_neuronx.artifacts.model_code import ModelCode
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.nxdi.contrib.fixes import FIXES
-from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.planning.nxdi.contrib import row_of
 
 VARIABLE = "DJL_NEURONX_MODEL_CODE"
@@ -36,14 +35,7 @@ def register(folder: Path, digest: str) -> ModelCode:
         ArtifactError: it has another digest, or cannot be read.
     """
     if digest not in _codes:
-        code = model_code.read(folder)
-        if code.digest != digest:
-            msg = (
-                f"the code in {folder} has changed: its SHA-256 was {digest}, and is {code.digest} now. "
-                "Check the model again, and compile it for the new code"
-            )
-            raise ArtifactError(msg)
-        _codes[digest] = code
+        _codes[digest] = model_code.read_as(folder, digest)
     return _codes[digest]
 
 
