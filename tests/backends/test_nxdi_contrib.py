@@ -411,6 +411,11 @@ def test_options_that_the_run_did_not_have_are_left_out_or_refused(
     assert any(
         "fuse_qkv" in text and "left out" in text for text in report.findings.messages("note")
     )
+    # As with the library's own classes: 2 does not divide the vocabulary.
+    config = {**json.loads((TINY / "config.json").read_text()), "vocab_size": 401}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (error,) = checked(tmp_path, code, tensor_parallel_degree="2").findings.messages("error")
+    assert "never gives the last tokens" in error
     (error,) = checked(TINY, code, attention_dtype="float32").findings.messages("error")
     assert "attention_dtype" in error
 
@@ -587,3 +592,22 @@ def test_nxdi_compile_runs_the_code(
     nxdi.compile(plan_of(tmp_path / "model", code), tmp_path / "target")
     assert (tmp_path / "target" / nxdi_double.GRAPHS).is_file()
     assert os.environ["TOY_RAN"] == "x"
+
+
+@pytest.mark.nxdi
+def test_the_library_itself_gets_no_model_without_weights(
+    tmp_path: Path, known: Callable[..., Row]
+) -> None:
+    """The configuration that this class reads ties no embeddings, and the library leaves lm_head random."""
+    code = Path(os.environ["NXDI_SRC"]) / "contrib/models/xglm-564M"
+    known(code, made="from_pretrained", model_types=("xglm",))
+    sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "vocab_size": 96}
+    (tmp_path / "model").mkdir()
+    transformers = pytest.importorskip("transformers")
+    config = transformers.XGLMConfig(**sizes, max_position_embeddings=64)
+    transformers.XGLMForCausalLM(config).save_pretrained(tmp_path / "model")
+    plan = nxdi_plan(tmp_path / "model")
+    digest = model_code.read(code).digest
+    plan = replace(plan, code=Code(code, digest), trust_remote_code=True)
+    with pytest.raises(ServingError, match=r"finds no weights for lm_head\.weight \(1 in all\)"):
+        nxdi.load(plan)

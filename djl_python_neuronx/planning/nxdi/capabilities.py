@@ -33,7 +33,7 @@ _YARN_ROUNDED = Defect(
 )
 # Source: models/model_base.py, modules/generation/sampling.py (mask_padded_logits) and NxD's ColumnParallelLinear: the
 # padding is masked after it has been cut off already, so real tokens are. Logits that are not gathered are right.
-_LAST_TOKENS = Defect(
+LAST_TOKENS = Defect(
     "NxD Inference never gives the last tokens of a vocabulary that tensor_parallel_degree does not divide, where the "
     "host samples",
     lambda options, model: (
@@ -115,14 +115,14 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         },
     ),
     "llama": Capability(
-        defects=(_YARN_ROUNDED, _LAST_TOKENS, _MLP_KERNEL), ignored_options=_OF_EXPERTS
+        defects=(_YARN_ROUNDED, LAST_TOKENS, _MLP_KERNEL), ignored_options=_OF_EXPERTS
     ),
     "mistral": replace(
         _DENSE,
         window_cache=True,
         # Source: modules/attention/attention_base.py: of a layer with a window the cache is transposed, not the keys.
         ignored_options=_DENSE.ignored_options | {"k_cache_transposed"},
-        defects=(_NO_RING_OF_GROUPS, _LAST_TOKENS, _MLP_KERNEL),
+        defects=(_NO_RING_OF_GROUPS, LAST_TOKENS, _MLP_KERNEL),
     ),
     "mixtral": replace(
         _MOE,
@@ -131,10 +131,10 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
             "fuse_qkv": "NxD Inference does not merge the weights of its projections",
         },
     ),
-    "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, _LAST_TOKENS, _MLP_KERNEL)),
+    "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL)),
     "qwen3": replace(
         _DENSE,
-        defects=(_WINDOW_IGNORED, _LAST_TOKENS, _MLP_KERNEL),
+        defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL),
         unsupported_options=_LATE_NORMS,
     ),
     "qwen3_moe": replace(

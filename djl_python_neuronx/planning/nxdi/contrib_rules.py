@@ -15,6 +15,7 @@ from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.fields import ROTARY, rope_type
+from djl_python_neuronx.planning.nxdi.capabilities import LAST_TOKENS
 from djl_python_neuronx.planning.nxdi.contrib import Row
 
 _OPTION, _ACCEPT = "nxdi_model_code", "nxdi_model_code_unverified"
@@ -36,7 +37,10 @@ WITH_CODE: Final = Capability(
     even_kv_heads=True,
     degree_divides=("hidden_size", "intermediate_size"),
     ignored_options=_OF_ARCHITECTURES,
+    # It is in what all classes have in common.
+    defects=(LAST_TOKENS,),
 )
+"""Support of every class outside the library."""
 
 
 def findings(case: Case) -> Iterator[Finding]:
