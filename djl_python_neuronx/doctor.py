@@ -33,7 +33,7 @@ from djl_python_neuronx.backends.holders import find_holders
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.sources import environment
 from djl_python_neuronx.config.values import join_words
-from djl_python_neuronx.errors import redacted
+from djl_python_neuronx.errors import ServingError, redacted
 from djl_python_neuronx.loading.compiled import NEURON_CACHE
 from djl_python_neuronx.loading.report import Block, finding_blocks, gib, write_blocks
 from djl_python_neuronx.planning import machines, sdks
@@ -192,6 +192,8 @@ def _run(name: str, host: Host, lines: list[Line]) -> None:
     """Collect the lines of a probe, also those before its failure."""
     try:
         lines.extend(PROBES[name](host))  # one by one
+    except ServingError as error:  # a variable that a start refuses too
+        lines.append(("error", str(error)))
     except Exception as error:  # noqa: BLE001 - one line of the report, whatever a machine does
         lines.append(_find("failed", probe=name, error=f"{type(error).__name__}: {error}"))
 

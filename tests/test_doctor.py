@@ -226,6 +226,14 @@ def no_url(machine):
     machine.environ["AWS_ENDPOINT_URL"] = "file:///etc/passwd"
 
 
+def no_place(machine):
+    machine.environ["NEURON_COMPILE_CACHE_URL"] = "graphs"
+
+
+def no_hub(machine):
+    machine.environ["HF_ENDPOINT"] = "https://someone:secret@[huggingface.co"
+
+
 def laptop(machine):
     driver_not_loaded(machine)
     for name in ("modinfo", "dpkg-query", "neuron-ls"):
@@ -263,6 +271,8 @@ BAD = [
     (small_disk, set(), {"disk"}),
     (several_machines, {"locked_memory"}, set()),
     (no_url, {"url"}, set()),
+    (no_place, {"NEURON_COMPILE_CACHE_URL"}, set()),
+    (no_hub, {"HF_ENDPOINT is not a URL"}, set()),
     (laptop, set(), {"not_neuron", "no_sdk"}),
 ]
 
@@ -331,7 +341,7 @@ def site():
     def start(**how):
         handler = type("Site", (Answer,), {"status": 403, "asked": [], **how})
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.05,), daemon=True).start()
         return f"127.0.0.1:{servers[-1].server_port}", handler.asked
 
     yield start

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from djl_python_neuronx.planning import sdks
+from djl_python_neuronx.planning.nxdi.versions import releases
 from tests.doubles.recorded_machine import RecordedMachine
 
 IMAGES = {
@@ -58,6 +59,17 @@ def test_rows_are_whole():
         assert {*NAMES[:4], sdks.DRIVER} <= {*row.packages}
         for package, versions in row.packages.items():
             assert all(row.has(package, version.replace("*", "7")) for version in versions)
+
+
+def test_releases_of_nxd_inference_are_in_the_sdk_that_the_backend_names():
+    for release in releases():
+        versions = {
+            version
+            for sdk in sdks.table().sdk
+            if sdk.version.rpartition(".")[0] in release.sdk.split(" and ")
+            for version in sdk.packages["neuronx-distributed-inference"]
+        }
+        assert {".".join(one.split(".")[:2]) for one in versions} == {release.version}
 
 
 @pytest.mark.parametrize(
