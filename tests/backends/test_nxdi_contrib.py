@@ -31,7 +31,7 @@ from djl_python_neuronx.loading.compile_facts import compile_facts
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.machines import named
-from djl_python_neuronx.planning.nxdi import contrib
+from djl_python_neuronx.planning.nxdi import contrib, contrib_rules
 from djl_python_neuronx.planning.nxdi.contrib import Code, Row
 from tests.artifacts.folders import torchscript
 from tests.backends.double_traffic import VOCAB_SIZE, assert_expected, folder_of
@@ -393,6 +393,17 @@ def test_what_was_not_shown_is_refused_unless_the_operator_accepts_it(
     report = checked(tmp_path / "tiny", code, nxdi_model_code_unverified="true", **options)
     assert report.ok, report.findings.messages("error")
     assert any(expected.partition(";")[0] in text for text in report.findings.messages("warning"))
+
+
+def test_a_release_that_was_not_run_is_refused(tmp_path: Path, known: Callable[..., Row]) -> None:
+    code = write(tmp_path / "code")
+    known(code)
+    prepared = checked(TINY, code).prepared
+    assert prepared is not None
+    for version, refused in {"0.7.14366": True, "0.9.1": False, "0.10.18399+e": False}.items():
+        case = replace(prepared.case, library_version=version)
+        errors = [one.problem for one in contrib_rules.findings(case) if one.level == "error"]
+        assert any(f"0.9 or 0.10, and {version} is installed" in text for text in errors) == refused
 
 
 def test_options_that_the_run_did_not_have_are_left_out_or_refused(

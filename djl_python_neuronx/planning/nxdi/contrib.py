@@ -44,6 +44,8 @@ class Row(BaseModel):
     """Fields of the configuration to set to None, as TOML has no null."""
     fix: str = ""
     """Name of the fix in `backends/nxdi/contrib/fixes.py` that it needs."""
+    releases: tuple[str, ...] = ("0.9", "0.10")
+    """Of NxD Inference, with right answers: 0.9 was run, and 0.10 is the same library by its release notes."""
     degrees: tuple[int, ...] = (1, 2)
     """Tensor parallel degrees with right answers."""
     longest: str | int | None = None

@@ -17,6 +17,7 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.fields import ROTARY, rope_type
 from djl_python_neuronx.planning.nxdi.capabilities import LAST_TOKENS
 from djl_python_neuronx.planning.nxdi.contrib import Row
+from djl_python_neuronx.planning.nxdi.versions import numbers
 
 _OPTION, _ACCEPT = "nxdi_model_code", "nxdi_model_code_unverified"
 _DEGREE = "tensor_parallel_degree"
@@ -86,6 +87,11 @@ def _of_model(case: Case, row: Row) -> Iterator[Doubt]:
     if kind not in row.model_types:
         known = join_words(row.model_types)
         yield (_OPTION,), f"was compared for model_type {known}, and not for {kind}", ""
+    installed, shown = case.library_version, [numbers(release) for release in row.releases]
+    if installed is not None and numbers(installed) not in shown:
+        releases = join_words(row.releases, "or")
+        problem = f"was compared with NxD Inference {releases}, and {installed} is installed"
+        yield (_OPTION,), problem, f"install {releases}"
     if case.foreign_graphs:
         yield (_OPTION,), "may be other code than that of the compiled graphs", ""
     scaled = [name for name in ROTARY if rope_type(config.get(name)) != "default"]
