@@ -329,6 +329,7 @@ def _disk(host: Host) -> Iterator[Line]:
         "compiled graphs": (store, "NEURON_COMPILE_CACHE_URL"),
         "temporary files": (tempfile.gettempdir(), "TMPDIR"),
     }
+    disks: set[int] = set()
     for name, (folder, variable) in places.items():
         if folder.startswith("s3://"):
             yield Fact("disk", name, folder)
@@ -339,7 +340,8 @@ def _disk(host: Host) -> Iterator[Line]:
         values = {"name": name, "folder": folder, "variable": variable}
         if not os.access(place, os.W_OK):
             yield _find("not_writable", place=place, **values)
-        elif free < _FEW_BYTES:
+        elif free < _FEW_BYTES and place.stat().st_dev not in disks:
+            disks.add(place.stat().st_dev)
             yield _find("disk", free=gib(free), **values)
 
 
@@ -383,9 +385,11 @@ def _reach(name: str, site: str, variable: str) -> Iterator[Line]:
         return
     yield Fact("network", name, f"{site} answers in {time.monotonic() - start:.1f} s ({status})")
     try:
-        skew = time.time() - parsedate_to_datetime(headers.get("Date")).timestamp()
+        # What a cache answers has the date of when it was made (RFC 9111).
+        now = parsedate_to_datetime(headers.get("Date")).timestamp() + int(headers.get("Age", 0))
     except (TypeError, ValueError):
         return
+    skew = time.time() - now
     way = "ahead of" if skew > 0 else "behind"
     yield Fact("network", f"clock, by {name}", f"{abs(skew):.0f} s {way} it")
     if abs(skew) > _DRIFTED_S:

@@ -290,6 +290,7 @@ def test_what_is_wrong_with_a_machine(machine, diagnose, monkeypatch, spoil, err
         monkeypatch.setattr(owner, name, getattr(owner, name))  # brought back after the test
     spoil(machine)
     found = diagnose()
+    assert spoil is not small_disk or len(found.findings.messages("warning")) == 2  # and S3
 
     def fits(expected, names):
         return len(names) == len(expected) and all(
@@ -318,12 +319,14 @@ def test_texts_name_values_and_the_cure(machine, diagnose):
 class Answer(BaseHTTPRequestHandler):
     """A site that refuses, with any clock, and notes what it was asked for."""
 
-    skew_s, date, asked = 0.0, None, []
+    skew_s, date, age, asked = 0.0, None, None, []
 
     def do_HEAD(self):
         self.asked.append((self.path, dict(self.headers)))
         self.send_response_only(self.status)
         date = self.date or formatdate(time.time() - self.skew_s, usegmt=True)
+        if self.age:
+            self.send_header("Age", self.age)
         if date != "none":
             self.send_header("Date", date)
         self.send_header("Location", "http://127.0.0.1:9/elsewhere")
@@ -359,6 +362,7 @@ def site():
         ({"skew_s": 120}, {"clock_drifts"}),
         ({"skew_s": -120}, {"clock_drifts"}),
         ({"skew_s": 16 * 60}, {"clock_off"}),
+        ({"skew_s": 600, "age": "600"}, set()),  # the answer of a cache
         ({"date": "none"}, set()),
         ({"date": "yesterday"}, set()),
     ],
