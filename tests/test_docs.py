@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.planning.nxdi.versions import first_release, numbers, releases
+from djl_python_neuronx.planning.sdks import table
 from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
@@ -127,6 +129,28 @@ def test_code_in_guides_calls_what_the_files_of_its_step_define() -> None:
             assert called <= defined, f"{sorted(called - defined)} of the step: {step[:60]}"
             checked |= called
     assert {"when", "refuse", "_rule", "_both", "optional_flag"} <= checked
+
+
+def test_the_matrix_of_releases_is_that_of_the_tables() -> None:
+    """Models by `versions.toml`, the SDK of each version and its transformers by `sdks.toml`."""
+    text = (ROOT / "docs/nxdi.md").read_text(encoding="utf-8")
+    lines = text.partition("## Versions and machines\n")[2].partition("\n\n1. ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    head, _, sdks, transformers, *models = rows
+    found, packages = {}, {}
+    for sdk in table().sdk:
+        for version in sdk.packages.get("neuronx-distributed-inference", ()):
+            minor = ".".join(version.split(".")[:2])
+            found[minor] = ".".join(sdk.version.split(".")[:2])
+            packages[minor] = sdk.packages.get("transformers", ("",))[0].removesuffix(".*")
+    assert sdks[1:] == [found[version] for version in head[1:]]
+    assert transformers[1:] == [packages[version] for version in head[1:]]
+    for release in releases():
+        assert found[release.version] == release.sdk[:4]
+    for name, *cells in models:
+        first = numbers(first_release(name).version)
+        wanted = ["equal" if numbers(version) >= first else "no class" for version in head[1:]]
+        assert [cell.removesuffix(" ¹") for cell in cells] == wanted, name
 
 
 def test_the_life_of_an_option_has_at_most_12_files() -> None:

@@ -125,7 +125,7 @@ def summary_of(ran):
 
 
 RIGS = {"TNX_SRC": "/tnx", "TNX_RIG": "/rig", "NXDI_RIG": "/other"}
-SOURCES = {"NXDI_SRC": "/nxdi", "NXD_SRC": "/nxd", "DJL_SRC": "/djl"}
+SOURCES = {"NXDI_SRC": "/nxdi", "NXD_SRC": "/nxd", "NXDI_VERSIONS": "/versions", "DJL_SRC": "/djl"}
 
 
 def test_a_nightly_run_lists_what_it_skipped(run, program):
@@ -134,11 +134,12 @@ def test_a_nightly_run_lists_what_it_skipped(run, program):
     assert ran.returncode == 0, ran.stderr
     assert sum(line.startswith("make test") for line in lines) == 5
     verdicts = summary_of(ran)
-    assert [*verdicts.values()] == ["passed"] * 6 + ["skipped"] * 6
+    assert [*verdicts.values()] == ["passed"] * 6 + ["skipped"] * 12
     assert "passed  newest: 3 passed, 1 skipped in 0.5s" in ran.stdout
     for leg, variable in (
         ("tnx-steps", "TNX_SRC"),
         ("nxdi-steps", "NXDI_SRC"),
+        ("nxdi-0.8", "NXDI_VERSIONS"),
         ("djl-src", "DJL_SRC"),
     ):
         assert f"skipped {leg}: {variable} is not set" in ran.stdout
@@ -152,6 +153,13 @@ def test_a_nightly_run_tests_the_checkouts_it_is_given(run, program):
     assert all("JOBS=0" in line for line in lines if "-m tnx" in line or "-m nxdi" in line)
     assert any("-m tnx" in line and line.endswith(" /rig:/tnx/src") for line in lines)
     assert any("-m nxdi" in line and line.endswith(" /other:/nxdi/src:/nxd/src") for line in lines)
+    for version, transformers in (("0.6", "sdk-2.24"), ("0.7", "transformers-4.57")):
+        place = f"/versions/{version}"
+        (own,) = (
+            line for line in lines if line.endswith(f" /other:{place}/nxdi/src:{place}/nxd/src")
+        )
+        # Of two values of a variable make takes the last.
+        assert re.findall(r"CONSTRAINTS=constraints/(\S+)\.txt", own)[-1] == transformers
     assert any("-m djl_src" in line for line in lines)
 
 

@@ -89,4 +89,4 @@ def poison(weights: Path, *token_ids: int) -> None:
 def load_reference(directory: Path) -> Any:
     """The model as transformers itself loads and runs it, float32."""
     make: Any = transformers.AutoModelForCausalLM
-    return make.from_pretrained(directory, dtype=torch.float32).eval()
+    return make.from_pretrained(directory).float().eval()
