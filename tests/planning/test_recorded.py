@@ -17,6 +17,9 @@ from tests.artifacts.folders import NXDI_KEYWORDS, NXDI_RECORD
 
 LLAMA = ModelFacts(model_type="llama", num_layers=2, vocab_size=512)
 
+NXD_0_13 = {"use_block_parallel": False, "parallelize_token_to_block_mapping": False}
+"""Of what neuronx-distributed 0.13 writes by default; from 0.14 on the second is true."""
+
 
 def wanted(record, **changes):
     """The keywords that this package gives the library, with the recorded options and `changes`."""
@@ -52,6 +55,7 @@ def recorded(**keywords):
         {"scratchpad_page_size": 512, "logical_nc_config": 2, "lm_head_pad": True},
         {"a_flag_of_a_later_version": True, "a_number_of_one": 7},
         {"trace_tokengen_model": True, "rpl_reduce_dtype": "bfloat16"},
+        {"lm_head_pad": None, "router_config": {}, "blockwise_matmul_config": NXD_0_13},
         {"attn_cls": {"__module__": "models.qwen2", "__name__": "NeuronQwen2Attention"}},
     ],
 )
@@ -77,6 +81,11 @@ def test_a_recorded_configuration_is_reached_by_its_options(keywords):
         ({"is_continuous_batching": False}, "rolling_batch_strategy", None),
         ({"kv_cache_batch_size": 8}, "max_rolling_batch_size", (8, None)),
         ({"lora_config": {"max_loras": 1}}, "lora_config", ({"max_loras": 1}, None)),
+        (
+            {"lm_head_pad": False, "blockwise_matmul_config": NXD_0_13},
+            "blockwise_matmul_config",
+            ({"parallelize_token_to_block_mapping": False}, None),
+        ),
         ({"attn_cls": "Other"}, "attn_cls", ("Other", "NeuronLlamaAttention")),
         ({"a_place_of_a_later_version": "/etc"}, "a_place_of_a_later_version", ("/etc", None)),
         ({"start_rank_id": 2, "local_ranks_size": 1}, "start_rank_id", (2, None)),

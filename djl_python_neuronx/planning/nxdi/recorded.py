@@ -148,10 +148,20 @@ def _written_out(config: Config) -> dict[str, Any]:
         given["disable_normalize_top_k_affinities"] = not given.pop("normalize_top_k_affinities")
     if "logical_neuron_cores" in given:
         given["logical_nc_config"] = given.pop("logical_neuron_cores")
-    for name, inner in _INNER_DEFAULTS.items():
+    for name, inner in _inner_defaults(given).items():
         if isinstance(value := given.get(name), Mapping):
             given[name] = _without_defaults(value, inner)
     return given
+
+
+def _inner_defaults(given: Config) -> Mapping[str, Config]:
+    """Return those of the version that has written a configuration, as its keywords show it."""
+    name, flag = "blockwise_matmul_config", "parallelize_token_to_block_mapping"
+    whole = "use_block_parallel" in (given.get(name) or {})
+    if not whole or "lm_head_pad" in given:
+        return _INNER_DEFAULTS
+    # neuronx-distributed 0.13, with NxD Inference 0.4, which has no lm_head_pad.
+    return {**_INNER_DEFAULTS, name: {**_INNER_DEFAULTS[name], flag: False}}
 
 
 def _by_size(given: Config) -> dict[str, Any]:
