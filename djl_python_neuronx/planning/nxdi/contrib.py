@@ -33,6 +33,9 @@ class Row(BaseModel):
     """Of `wrong` and `fails`: the first difference and its cause, as the end of "it …"; lower case, no full stop."""
     model_types: tuple[str, ...]
     """`model_type` of the checkpoints that it was compared with."""
+    stand_in: str = ""
+    """`model_type` of another class of transformers that it was compared with, which computes the same: transformers
+    has none of the model's own."""
     class_name: str = ""
     """The class of the application, where the file defines several."""
     made: Literal["auto_config", "from_pretrained", "plain_config"] = "auto_config"
@@ -52,6 +55,8 @@ class Row(BaseModel):
     """Tokens of a sequence (`n_positions`) with right answers, or the field of config.json that has this number."""
     slots: int | None = None
     """Most slots with right answers; None: any number."""
+    rotary: tuple[str, ...] = ("default",)
+    """Kinds of rotary positions (`rope_type`) with right answers."""
     only: Mapping[str, tuple[Any, ...]] = {}
     """Fields of config.json to the values with right answers; the text "absent" stands for null and for no field."""
 

@@ -94,7 +94,7 @@ def _of_model(case: Case, row: Row) -> Iterator[Doubt]:
         yield (_OPTION,), problem, f"install {releases}"
     if case.foreign_graphs:
         yield (_OPTION,), "may be other code than that of the compiled graphs", ""
-    scaled = [name for name in ROTARY if rope_type(config.get(name)) != "default"]
+    scaled = [name for name in ROTARY if rope_type(config.get(name)) not in row.rotary]
     unusual = dict.fromkeys(("quantization_config", *scaled), ("absent",))
     for name, values in {**unusual, **row.only}.items():
         value = config.get(name)
