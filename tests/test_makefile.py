@@ -125,7 +125,13 @@ def summary_of(ran):
 
 
 RIGS = {"TNX_SRC": "/tnx", "TNX_RIG": "/rig", "NXDI_RIG": "/other"}
-SOURCES = {"NXDI_SRC": "/nxdi", "NXD_SRC": "/nxd", "NXDI_VERSIONS": "/versions", "DJL_SRC": "/djl"}
+SOURCES = {
+    "NXDI_SRC": "/nxdi",
+    "NXD_SRC": "/nxd",
+    "NXDI_VERSIONS": "/versions",
+    "NXDI_CONTRIB": "/nxdi/contrib/models",
+    "DJL_SRC": "/djl",
+}
 
 
 def test_a_nightly_run_lists_what_it_skipped(run, program):
@@ -134,7 +140,7 @@ def test_a_nightly_run_lists_what_it_skipped(run, program):
     assert ran.returncode == 0, ran.stderr
     assert sum(line.startswith("make test") for line in lines) == 5
     verdicts = summary_of(ran)
-    assert [*verdicts.values()] == ["passed"] * 6 + ["skipped"] * 12
+    assert [*verdicts.values()] == ["passed"] * 6 + ["skipped"] * 13
     assert "passed  newest: 3 passed, 1 skipped in 0.5s" in ran.stdout
     for leg, variable in (
         ("tnx-steps", "TNX_SRC"),
@@ -163,14 +169,16 @@ def test_a_nightly_run_tests_the_checkouts_it_is_given(run, program):
     assert any("-m djl_src" in line for line in lines)
 
 
-@pytest.mark.parametrize("rig", ["tnx", "nxdi"])
-def test_the_halves_of_a_rigs_tests_are_all_of_them(run, program, rig):
+@pytest.mark.parametrize(("rig", "others"), [("tnx", []), ("nxdi", ["contrib"])])
+def test_the_parts_of_a_rigs_tests_are_all_of_them(run, program, rig, others):
     program("make", '#!/bin/sh\necho "make $*" >> "$LOG"\necho "3 passed in 0.5s"\n')
-    _, lines = run(str(ROOT / ".ci/nightly"), f"{rig}-service", f"{rig}-steps", **RIGS, **SOURCES)
-    first, second = (line.partition("--nightly ")[2].split() for line in lines)
-    assert [f"--ignore={name}" for name in first] == second
+    legs = (f"{rig}-service", f"{rig}-steps", *others)
+    _, lines = run(str(ROOT / ".ci/nightly"), *legs, **RIGS, **SOURCES)
+    first, rest, *more = (line.partition("--nightly ")[2].split() for line in lines)
+    named = [name for part in (first, *more) for name in part]
+    assert [f"--ignore={name}" for name in named] == rest
     assert len(first) > 2
-    assert all((ROOT / name).is_file() for name in first)
+    assert all((ROOT / name).exists() for name in named)
 
 
 def test_nightly_legs_run_alone(run, program):

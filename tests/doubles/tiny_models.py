@@ -61,10 +61,17 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 def save_tiny_model(model_type: str, directory: Path, *, seed: int = 0, **settings: Any) -> Path:
     """Write a checkpoint of `CONFIGS[model_type]` (or llama's), changed by `settings`; returns its directory."""
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": VOCAB_SIZE}
-    config = transformers.AutoConfig.for_model(
-        model_type, **{**ids, **CONFIGS.get(model_type, _LLAMA), **settings}
+    return write_model(
+        model_type, directory, {**CONFIGS.get(model_type, _LLAMA), **settings}, seed=seed
     )
+
+
+def write_model(
+    model_type: str, directory: Path, settings: Mapping[str, Any], *, seed: int = 0
+) -> Path:
+    """Write a checkpoint with these settings, and those of `CONFIGS` not; returns its directory."""
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": VOCAB_SIZE}
+    config = transformers.AutoConfig.for_model(model_type, **{**ids, **settings})
     make: Any = transformers.AutoModelForCausalLM
     model = make.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +93,7 @@ def poison(weights: Path, *token_ids: int) -> None:
     save_file(tensors, weights, {"format": "pt"})
 
 
-def load_reference(directory: Path) -> Any:
-    """The model as transformers itself loads and runs it, float32."""
+def load_reference(directory: Path, **more: Any) -> Any:
+    """The model as transformers itself loads and runs it, float32. `more`: arguments of `from_pretrained`."""
     make: Any = transformers.AutoModelForCausalLM
-    return make.from_pretrained(directory).float().eval()
+    return make.from_pretrained(directory, **more).float().eval()

@@ -1,0 +1,41 @@
+"""What planning/nxdi/contrib.toml says of each folder below `contrib/models`, and what a run on the rig gives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the nxdi backend needs torch")
+pytest.importorskip("uvicorn", reason="needs the `server` extra")
+
+from djl_python_neuronx.planning.nxdi import contrib
+from tests.contrib.checkpoints import FOLDERS
+from tests.contrib.measure import measure
+from tests.contrib.table import DEGREES, TABLE, is_right, shown, source, text_of
+
+ROWS = {row.folder: row for row in contrib.rows().values()}
+
+
+def test_the_table_is_as_its_writer_writes_it() -> None:
+    assert text_of(ROWS) == TABLE.read_text(encoding="utf-8")
+
+
+def test_a_tiny_model_is_of_a_kind_that_its_row_names() -> None:
+    made = {name: tiny.written.get("model_type", tiny.model_type) for name, tiny in FOLDERS.items()}
+    assert {name: kind for name, kind in made.items() if kind not in ROWS[name].model_types} == {}
+
+
+@pytest.mark.nxdi
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    "NXDI_CONTRIB" not in os.environ, reason="needs $NXDI_CONTRIB, contrib/models of a checkout"
+)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_run_gives_what_the_table_says(tmp_path: Path, name: str) -> None:
+    """Behind this package's server, in batches with joins and slots reused, at each degree."""
+    found = {n: measure(source() / name, n, tmp_path / str(n)) for n in DEGREES}
+    assert shown(ROWS[name], found) == ROWS[name], {
+        degree: result for degree, result in found.items() if not is_right(result)
+    }
