@@ -24,11 +24,12 @@ from djl_python_neuronx.config.djl_serving import ARGUMENTS
 from djl_python_neuronx.config.legacy import IGNORED, NOT_SERVED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.other_servers import SAME
-from djl_python_neuronx.config.values import Option
+from djl_python_neuronx.config.values import Option, join_words
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import NeuronBackend
 from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.planning.nxdi import contrib
 from djl_python_neuronx.protocol.base import ParseContext, WireProtocol
 from djl_python_neuronx.protocol.bedrock import BedrockProtocol, BedrockRequest
 from djl_python_neuronx.protocol.lmi import LmiProtocol
@@ -127,6 +128,22 @@ is an error or, if it only changes speed or memory, ignored with a note: see `dj
 [options.md](options.md) explains the options.
 """
 
+_CONTRIB_HEAD = """\
+## Models outside NxD Inference
+
+Folders below `contrib/models` of NxD Inference's repository, for `option.nxdi_model_code`
+([options.md](options.md#nxdi_model_code)). Generated from `djl_python_neuronx/planning/nxdi/contrib.toml`, which a run
+on the CPU rig of NxD Inference 0.9 has filled: a tiny random checkpoint of each, in float32, behind the HTTP server,
+continuous batches with joins and slots reused. Each logit is compared with transformers' after the same tokens, on 1
+and on 2 cores. A row is about the source with its digest alone. Folders that are not here were not run: most of them
+take images or sound.
+
+*right*: equal on these numbers of cores; anything else is refused unless `nxdi_model_code_unverified=true`. *with*:
+limits, and what this package sets or changes, in memory; fixes are in
+`djl_python_neuronx/backends/nxdi/contrib/fixes.py`. A *stand-in* is another class of transformers that computes the
+same, where it has none of the model's own.
+"""
+
 _FIELDS_HEAD = """\
 ## Fields of config.json
 
@@ -204,7 +221,42 @@ def architectures_page() -> str:
         notes = "".join(_bullet(f"{', '.join(names)}: {note}.") for note, names in whose.items())
         parts += [f"## {facts.library}", "", *_features(backend, facts.architectures), "", notes]
         tables += [f"### {facts.library}", "", *_fields(facts.architectures), ""]
-    return "\n".join([*parts, *tables])
+    return "\n".join([*parts, _CONTRIB_HEAD, *_contributed(), "", *tables])
+
+
+def _contributed() -> Iterator[str]:
+    """Lines of the table of models outside NxD Inference, and the reasons of those that are not right."""
+    rows = sorted(contrib.rows().values(), key=lambda row: row.folder.lower())
+    yield "| folder | model_type | right | with |"
+    yield "| --- | --- | --- | --- |"
+    for row in rows:
+        right = join_words([*map(str, row.degrees)]) if row.verdict == "right" else "–"
+        yield f"| {row.folder} | {', '.join(row.model_types)} | {right} | {'; '.join(_given(row))} |"
+    yield ""
+    whose: dict[str, list[str]] = {}
+    for row in rows:
+        if row.verdict != "right":
+            whose.setdefault(row.reason, []).append(row.folder)
+    for reason, folders in whose.items():
+        yield _bullet(f"{', '.join(folders)}: {reason}.").rstrip()
+
+
+def _given(row: contrib.Row) -> Iterator[str]:
+    """Limits of a contributed model, and what it is loaded with."""
+    if row.stand_in:
+        yield f"stand-in {row.stand_in}"
+    if row.verdict != "right":
+        return
+    if row.fix:
+        yield f"fix `{row.fix}`"
+    yield from (f"`{name}={_plain(value)}`" for name, value in row.values.items())
+    yield from (f"no `{name}`" for name in row.unset)
+    if row.longest is not None:
+        yield f"`n_positions` up to `{row.longest}`"
+    if row.slots is not None:
+        yield f"{row.slots} slots at most"
+    if row.rotary != ("default",):
+        yield f"`rope_type` {join_words(row.rotary, 'or')} alone"
 
 
 def _features(backend: str, columns: Mapping[str, Capability]) -> Iterator[str]:
