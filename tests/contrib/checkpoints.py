@@ -27,7 +27,7 @@ class Tiny:
     model_type: str
     """The class of transformers that makes it, and that it is compared with."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from `_COMMON` in its configuration."""
+    """Fields of its configuration beyond those of `_COMMON`, or in their place."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that are written over those of the class, for the folder alone."""
     options: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What planning/nxdi/contrib.toml says of each folder below `contrib/models`, and what a run on the rig gives."""
+"""Verdicts in planning/nxdi/contrib.toml beside what a run on the rig gives of each folder below `contrib/models`."""
 
 from __future__ import annotations
 
