@@ -252,11 +252,11 @@ def _given(row: contrib.Row) -> Iterator[str]:
     yield from (f"`{name}={_plain(value)}`" for name, value in row.values.items())
     yield from (f"no `{name}`" for name in row.unset)
     if row.longest is not None:
-        yield f"`n_positions` up to `{row.longest}`"
+        yield f"up to `{row.longest}` tokens"
     if row.slots is not None:
         yield f"{row.slots} slots at most"
     if row.rotary != ("default",):
-        yield f"`rope_type` {join_words(row.rotary, 'or')} alone"
+        yield f"`rope_type` {join_words(row.rotary, 'or')}"
 
 
 def _features(backend: str, columns: Mapping[str, Capability]) -> Iterator[str]:
