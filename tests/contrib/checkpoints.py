@@ -378,4 +378,4 @@ def save_checkpoint(name: str, directory: Path) -> Path:
 
 def load_reference(directory: Path) -> Any:
     """Return a tiny model as transformers runs it, all in float32, with the attention that no kernel simplifies."""
-    return tiny_models.load_reference(directory, attn_implementation="eager").float()
+    return tiny_models.load_reference(directory, attn_implementation="eager")
