@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from djl_python_neuronx import bench, verify
+from djl_python_neuronx import bench, documentation, verify
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config import flags
 from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, MODEL_DIR, environment, taken
@@ -252,7 +252,7 @@ def _add_options_command(commands: Commands) -> None:
     command.add_argument(
         "names", nargs="*", metavar="name", help="or a flag or variable; default: list all names"
     )
-    _complete(command, _options, log_level="info")
+    _complete(command, documentation.run, log_level="info")
 
 
 def _add_bench(commands: Commands) -> None:
@@ -270,15 +270,10 @@ def _add_doctor(commands: Commands) -> None:
     command = commands.add_parser(
         "doctor",
         help="examine this machine: versions, devices, memory, disk, network, clock",
-        description="Print the versions of driver, runtime, compiler and libraries beside those of one Neuron SDK, the "
-        "devices and who holds them, memory, disk, network and clock, and every problem with its fix. Exit status: 0 "
-        "without errors, 1 with one, 2 for a wrong command line.",
+        description="Print versions beside those of one Neuron SDK, devices and who holds them, memory, disk, network, "
+        "clock, and every problem with its fix. Exit status: 0 without errors, 1 with one, 2 for a wrong command line.",
     )
-    command.add_argument(
-        "model",
-        nargs="?",
-        help="model to be served here, as for check, whose findings are listed too",
-    )
+    command.add_argument("model", nargs="?", help="model to be served here, which is checked too")
     command.add_argument("--json", action="store_true", help="print JSON (keys: docs/doctor.md)")
     _complete(command, _doctor, log_level="warning")
 
@@ -475,9 +470,7 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.doctor import (
-        run,
-    )  # importing it takes as long as all the others together
+    from djl_python_neuronx.doctor import run  # which imports half of the package
 
     return run(arguments)
 
@@ -493,54 +486,6 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     convert(arguments.source, arguments.destination, arguments.to)
     return 0
-
-
-def _options(arguments: argparse.Namespace) -> int:
-    from djl_python_neuronx.config.options import SECTIONS
-
-    if not arguments.names:
-        for title, names in SECTIONS.items():
-            sys.stdout.write(f"{title}\n    {', '.join(names)}\n")
-        return 0
-    # In a wheel the pages are in the package; in a checkout they are beside it.
-    package = Path(__file__).parent
-    pages = (folder / "docs" / "options.md" for folder in (package, package.parent))
-    text = next(page for page in pages if page.is_file()).read_text(encoding="utf-8")
-    wrong = []
-    for given in arguments.names:
-        shown, problem = _documented(given, text)
-        sys.stdout.write(shown)
-        wrong += [problem] if problem else []
-    if wrong:
-        msg = f"{'; '.join(wrong)}; `djl-neuronx options` lists all"
-        raise ConfigError(msg)
-    return 0
-
-
-def _documented(given: str, page: str) -> tuple[str, str]:
-    """The text of the page about an option, by any name, variable or flag of it, and the problem of an unknown name."""
-    from djl_python_neuronx.config.hints import unknown
-    from djl_python_neuronx.config.options import NAMES
-    from djl_python_neuronx.config.other_servers import NEUTRAL, SAME
-    from djl_python_neuronx.config.sources import OPTION_VARIABLES, PREFIXES
-
-    name = given.removeprefix("option.").lstrip("-").replace("-", "_")
-    name = OPTION_VARIABLES.get(name.upper(), name)
-    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    name = name.removeprefix(prefix).lower()
-    name = NAMES.get(name, SAME.get(name, name))
-    _, found, section = page.partition(f"\n### {name}\n")
-    if found:
-        return f"### {name}\n{section.partition(chr(10) + '#')[0].rstrip()}\n", ""
-    for title in ("Ignored options", "Unsupported options"):
-        table = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-        for row in table.splitlines():
-            if row.startswith(f"| `{name}` |"):
-                return f"### {name}\n{title}: {row.split('|')[2].strip()}\n", ""
-    if name in NEUTRAL:
-        values = " or ".join(NEUTRAL[name]) or "the model's own"
-        return f"### {name}\nA flag of vLLM without an option here; accepted: {values}\n", ""
-    return "", f"there is no option {given!r}{unknown(name, None, NAMES)}"
 
 
 def _completion(arguments: argparse.Namespace) -> int:
