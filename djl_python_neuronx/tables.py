@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,4 +25,6 @@ def read_table(module: str, name: str, kind: type[T]) -> T:
         ValidationError: of pydantic: a field is missing, unknown to `kind`, or has another type.
     """
     text = Path(module).with_name(name).read_text(encoding="utf-8")
-    return TypeAdapter(kind).validate_python(tomllib.loads(text))
+    # A dataclass has the settings of what contains it.
+    adapter = TypeAdapter(list[kind], config=ConfigDict(extra="forbid"))  # type: ignore[valid-type]
+    return adapter.validate_python([tomllib.loads(text)])[0]
