@@ -15,6 +15,7 @@ from djl_python_neuronx.backends.nxdi.contrib import fixes
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading.find import Model
+from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.nxdi.contrib import Code
 
@@ -46,7 +47,10 @@ def with_code(
     if folder is not None:
         digest = model_code.read(folder).digest
     place = Path(CODE) if folder is None else folder.absolute()
-    return replace(model, code=Code(place, digest, options.nxdi_model_class or ""))
+    compiled = artifact.compiled if artifact.backend == "nxdi" else None
+    is_foreign = compiled is not None and not has_own_graphs(compiled)
+    code = Code(place, digest, options.nxdi_model_class or "", is_foreign)
+    return replace(model, code=code)
 
 
 def _fetched(name: str, settings: Resolved, situation: Situation) -> Path | None:

@@ -19,6 +19,9 @@ import pytest
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
 
+import torch
+from safetensors.torch import save_file
+
 from djl_python_neuronx.artifacts import model_code
 from djl_python_neuronx.backends import LoadPlan, nxdi
 from djl_python_neuronx.backends.nxdi import contrib as imported
@@ -26,6 +29,7 @@ from djl_python_neuronx.backends.nxdi.contrib import VARIABLE, fixes
 from djl_python_neuronx.backends.nxdi.model import construct
 from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, ServingError
 from djl_python_neuronx.loading import compiled as graphs
+from djl_python_neuronx.loading import output_weights
 from djl_python_neuronx.loading.check import Report, check
 from djl_python_neuronx.loading.compile_facts import compile_facts
 from djl_python_neuronx.loading.partition import compile_model
@@ -499,8 +503,11 @@ def test_an_output_has_the_code_and_is_served_with_it_alone(
     def compile_archive(backend: str, plan: LoadPlan, target: Path, **more: object) -> None:
         _compile_here(backend, plan, target, **more)
         torchscript(target / nxdi_double.GRAPHS)
+        for path in (target / "weights").glob("*.safetensors"):
+            save_file({"w": torch.ones(1)}, path)
 
-    monkeypatch.setattr(graphs, "compile_guarded", compile_archive)
+    for module in (graphs, output_weights):
+        monkeypatch.setattr(module, "compile_guarded", compile_archive)
     tied = "    update_state_dict_for_tied_weights = NeuronLlamaForCausalLM.update_state_dict_for_tied_weights\n"
     code = write(tmp_path / "code", TOY + tied, inner="x = 1")
     known(code)
@@ -513,7 +520,6 @@ def test_an_output_has_the_code_and_is_served_with_it_alone(
         environ=environ,
         overrides={**options, **named_code},
         machine=MACHINE,
-        weights="copy",
     )
     assert "TOY_RAN" in os.environ
     assert model_code.read(output / "model_code").digest == model_code.read(code).digest
@@ -531,6 +537,12 @@ def test_an_output_has_the_code_and_is_served_with_it_alone(
         prepared(other, model_id=str(output))
     by_name = prepared(other, model_id=str(output), trust_remote_code="true")
     assert by_name.case.code.folder == output / "model_code"
+    # Of graphs that another program compiled it is unknown which code they are of.
+    foreign = Path(shutil.copytree(output, tmp_path / "foreign"))
+    (foreign / "manifest.json").unlink()
+    (foreign / "compiled" / "manifest.json").unlink()
+    with pytest.raises(ServingError, match="may be other code than that of the compiled graphs"):
+        prepared(foreign)
     write(output / "model_code", TOY + "\n")
     with pytest.raises(ServingError, match=r"modeling_toy\.py"):
         prepared(output)

@@ -92,6 +92,8 @@ class Code:
     """See `artifacts.model_code`."""
     class_name: str = ""
     """The class of the application; empty: the row's, or the only one."""
+    foreign_graphs: bool = False
+    """Graphs came with the model that another program compiled, of which code is unknown."""
 
     @property
     def row(self) -> Row | None:

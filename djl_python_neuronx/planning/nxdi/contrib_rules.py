@@ -92,7 +92,7 @@ def _of_model(case: Case, row: Row) -> Iterator[Doubt]:
         releases = join_words(row.releases, "or")
         problem = f"was compared with NxD Inference {releases}, and {installed} is installed"
         yield (_OPTION,), problem, f"install {releases}"
-    if case.foreign_graphs:
+    if case.code is not None and case.code.foreign_graphs:
         yield (_OPTION,), "may be other code than that of the compiled graphs", ""
     scaled = [name for name in ROTARY if rope_type(config.get(name)) not in row.rotary]
     unusual = dict.fromkeys(("quantization_config", *scaled), ("absent",))
