@@ -159,7 +159,7 @@ def test_a_nightly_run_tests_the_checkouts_it_is_given(run, program):
     assert all("JOBS=0" in line for line in lines if "-m tnx" in line or "-m nxdi" in line)
     assert any("-m tnx" in line and line.endswith(" /rig:/tnx/src") for line in lines)
     assert any("-m nxdi" in line and line.endswith(" /other:/nxdi/src:/nxd/src") for line in lines)
-    for version, transformers in (("0.6", "sdk-2.24"), ("0.7", "transformers-4.57")):
+    for version, transformers in (("0.6", "transformers-4.51"), ("0.7", "transformers-4.57")):
         place = f"/versions/{version}"
         (own,) = (
             line for line in lines if line.endswith(f" /other:{place}/nxdi/src:{place}/nxd/src")

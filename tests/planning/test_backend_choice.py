@@ -271,6 +271,18 @@ def site(tmp_path, monkeypatch):
     return install
 
 
+def test_a_checkout_states_its_version(monkeypatch, tmp_path):
+    name, module = "neuronx-distributed-inference", "neuronx_distributed_inference"
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert libraries()[name] == Library(name, None, "installed")
+    (tmp_path / module / "_version.py").write_text('# as its own\n__version__ = "0.6.0"\n')
+    assert libraries()[name] == Library(name, "0.6.0", "installed")
+    assert module not in sys.modules
+
+
 def test_a_placeholder_of_pypi_is_told_from_the_library(site):
     site("transformers-neuronx", "0.1", "WRONG PACKAGE. Please install the package from …")
     site("neuronx-distributed-inference", "0.9.0", "Inference on Trainium and Inferentia")
