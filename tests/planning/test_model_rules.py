@@ -480,7 +480,7 @@ EQUIVALENTS = [
         "model_loader",
         "note",
         says="never run",
-        breaks={"loader": "nxdi", "facts": model_of("dbrx")},
+        breaks={"loader": "nxdi", "facts": model_of("gpt_oss")},
         mends={"facts": LLAMA},
     ),
     Row(

@@ -105,7 +105,7 @@ _MOE = Capability(
 _DENSE = Capability(ignored_options=_WHOLE_EMBEDDINGS | _OF_EXPERTS)
 
 _OF_EACH: Final[Mapping[str, Capability]] = {
-    "dbrx": replace(_MOE, verified=False, defects=()),
+    "dbrx": replace(_MOE, defects=()),
     # Source: modules/kvcache/gpt_oss_kv_cache_manager.py: every other layer has a ring.
     "gpt_oss": Capability(
         verified=False,
