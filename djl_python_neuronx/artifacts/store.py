@@ -233,7 +233,8 @@ class CompileStore:
             damages: list[ArtifactError] = []
             # The previous holder of the lock may have made it.
             found = (
-                self._find(facts, damages)
+                found
+                or self._find(facts, damages)
                 or self._pull(facts, root, damages)
                 or self._adopt(facts, root)
             )

@@ -73,6 +73,8 @@ class Weights:
     kind: WeightsKind
     dtype: str | None
     """Of most bytes, by torch's name (`bfloat16`); None if it is not recorded."""
+    names: tuple[str, ...] = ()
+    """The files, as paths in the folder."""
 
 
 def has_whole(folder: Folder) -> bool:
@@ -101,13 +103,15 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
         files = read_key_to_filename(inner)
         check_pickles(inner, sorted(set(files.values())))
         check_tensors(files.keys(), config, inner.path)
-        return Weights(folder.path, "split", dtype)
+        names = tuple(f"{SPLIT_FOLDER}/{name}" for name in sorted(set(files.values())))
+        return Weights(folder.path, "split", dtype, names)
     kind, files = _whole_files(folder)
+    names = tuple(sorted(set(files.values())))
     if kind == "pickle":
-        check_pickles(folder, sorted(set(files.values())))
+        check_pickles(folder, names)
         if "" not in files:  # without an index the names are in the pickle
             check_tensors(files.keys(), config, folder.path)
-        return Weights(folder.path, kind, dtype)
+        return Weights(folder.path, kind, dtype, names)
     headers = _read_headers(folder, files)
     check_tensors({*headers, *files} - {""}, config, folder.path)
     main = _main_dtype(headers.values())
@@ -118,7 +122,7 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
             "configuration it was quantised with."
         )
         raise ArtifactError(msg)
-    return Weights(folder.path, kind, main or dtype)
+    return Weights(folder.path, kind, main or dtype, names)
 
 
 def whole_file_names(folder: Folder) -> list[str]:
@@ -166,7 +170,7 @@ def read_presharded(folder: Folder, config: Mapping[str, Any]) -> tuple[Weights,
             f"{degree}; two compilations went into one folder. Compile into an empty one."
         )
         raise ArtifactError(msg)
-    return Weights(folder.path, "presharded", _main_dtype(entries)), degree
+    return Weights(folder.path, "presharded", _main_dtype(entries), tuple(names)), degree
 
 
 def read_ranks(folder: Folder, ranks: Iterable[int]) -> Weights:
@@ -182,7 +186,7 @@ def read_ranks(folder: Folder, ranks: Iterable[int]) -> Weights:
     _require(folder, names, "weight files of the ranks (neuron_config.json)")
     headers = read_headers(map(folder.file, names))
     entries = [entry for header in headers for entry in header.values()]
-    return Weights(folder.path, "ranks", _main_dtype(entries))
+    return Weights(folder.path, "ranks", _main_dtype(entries), tuple(names))
 
 
 def read_key_to_filename(folder: Folder) -> dict[str, str]:

@@ -16,6 +16,7 @@ from djl_python_neuronx.artifacts.atomic import is_writable
 from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi
 from djl_python_neuronx.artifacts.folder import EVERYTHING
 from djl_python_neuronx.artifacts.mirror import Mirror
+from djl_python_neuronx.artifacts.read_ahead import read_ahead
 from djl_python_neuronx.artifacts.store import (
     URL_VARIABLE,
     CompilePlace,
@@ -42,6 +43,7 @@ from djl_python_neuronx.loading.compile_risks import compile_risks, explained
 from djl_python_neuronx.loading.load_plan import adapt_plan, load_plan
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
+from djl_python_neuronx.planning.machines import available_memory
 from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS
 from djl_python_neuronx.types import Tokenizer
 
@@ -79,10 +81,14 @@ def obtain(
     """
     plan = load_plan(prepared, tokenizer)
     compiled = Compiled(None, plan, compile_facts(prepared, plan.model_dir))
+    if prepared.purpose is Purpose.SERVE and prepared.weights is not None:
+        # Not before the facts: the samples of the weights in them would wait for all that is read ahead. What the load
+        # takes itself is left out, because the system would drop the rest for it.
+        paths = [prepared.weights.folder / name for name in prepared.weights.names]
+        read_ahead(paths, (available_memory() or 0) - (prepared.host_bytes or 0))
     compiler = backends.compiler(prepared.backend)
     if compiler is None:
         return compiled
-    tokenizer()  # before hours of compiling: it may be damaged
     if reason := compiler.uncompilable(prepared.artifact.config):
         if prepared.purpose is Purpose.COMPILE:
             msg = f"{prepared.artifact.path} cannot be compiled ahead of time: {reason}. Serve it as it is"
@@ -97,7 +103,11 @@ def obtain(
         compiled = replace(compiled, folder=folder, plan=adapt_plan(prepared, plan, folder))
     else:
         compiled = _build(
-            prepared, compiled, _locate(prepared, None if has_graphs else place), progress
+            prepared,
+            compiled,
+            _locate(prepared, None if has_graphs else place),
+            tokenizer,
+            progress,
         )
     logger.info("compiled folder=%s", compiled.folder)
     return compiled
@@ -179,12 +189,17 @@ def _locate(prepared: Prepared, named: str | None) -> CompilePlace:
 
 
 def _build(
-    prepared: Prepared, compiled: Compiled, place: CompilePlace, progress: LoadProgress
+    prepared: Prepared,
+    compiled: Compiled,
+    place: CompilePlace,
+    tokenizer: Callable[[], Tokenizer],
+    progress: LoadProgress,
 ) -> Compiled:
     """Return `compiled` with the folder of the graphs in the compile store, which makes them if it has none."""
     environ, made = prepared.environ, []
 
     def compile_into(target: Path) -> None:
+        tokenizer()  # before hours of compiling: it may be damaged
         cache = place.neff_cache if place.is_remote else _writable_cache(place, environ)
         arguments = compiled.plan.arguments
         # The library gets the cache that can be written, not the option as it is set.

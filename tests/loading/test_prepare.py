@@ -497,6 +497,17 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
         assert (found.folder, has_own_graphs(found.folder)) == (folder, not foreign)
 
 
+def test_stored_graphs_wait_for_no_tokenizer_while_the_weights_are_read_ahead(
+    machine, options, caplog
+):
+    caplog.set_level("INFO")
+    compiled(machine, options)
+    prepared = prepare_or_raise(None, TINY, environ=machine.environ, overrides=options)
+    assert obtain(prepared, lambda: pytest.fail("a tokenizer is needed")).cache_hit
+    size = (TINY / "model.safetensors").stat().st_size
+    wait_until(lambda: caplog.text.count(f"read_ahead bytes={size} of={size}") == 2, "both starts")
+
+
 def test_a_backend_that_compiles_nothing_asks_for_no_flags():
     environ = {"NEURON_CC_FLAGS": "'x"}
     prepared = prepare_or_raise(None, TINY, environ=environ, overrides={"model_loader": "cpu"})

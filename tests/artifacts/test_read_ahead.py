@@ -1,0 +1,48 @@
+"""Reading ahead: what reaches the page cache, and what is left to the load."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from djl_python_neuronx.artifacts import read_ahead as module
+from djl_python_neuronx.artifacts.read_ahead import read_ahead
+
+PART = 2**12
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Of 2.5 parts, none, and one byte more than a part."""
+    monkeypatch.setattr(module, "_PART_BYTES", PART)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", PART // 4)
+    paths = []
+    for i, size in enumerate([5 * PART // 2, 0, PART + 1]):
+        paths.append(tmp_path / str(i))
+        paths[-1].write_bytes(b"x" * size)
+    return paths
+
+
+def read_by_this_process():
+    """Bytes that all of its calls of `read` have returned."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [(2**40, 5 * PART // 2 + PART + 1), (2 * PART + 1, 2 * PART), (PART - 1, 0), (-PART, 0)],
+)
+def test_files_are_read_once_as_far_as_there_is_room(files, caplog, room, expected):
+    caplog.set_level(logging.INFO)
+    before = read_by_this_process()
+    read_ahead(files, room).join()
+    assert 0 <= read_by_this_process() - before - expected < 1000  # and that file of /proc
+    assert f"read_ahead bytes={expected} of={5 * PART // 2 + PART + 1} " in caplog.text
+
+
+def test_a_file_that_is_gone_is_left_to_the_load(files, caplog):
+    files[1].unlink()
+    read_ahead(files, 2**40).join()
+    assert "read_ahead_failed" in caplog.text
+    assert str(files[1]) in caplog.text
