@@ -44,8 +44,6 @@ _OF_MACHINE = re.compile(
     re.IGNORECASE,
 )
 """Failures that another machine, or a later attempt, need not have."""
-_TOO_LARGE = re.compile(r"NCC_EOOM|peak HBM usage", re.IGNORECASE)
-"""The compiler itself finds that the graph does not fit into the device's memory."""
 
 
 _Kind = Literal["memory", "cores", "taken", "busy", "lost", "neff", "version", "invalid", "compile"]
@@ -131,8 +129,8 @@ _FAULTS = (
     ),
     _HOST_MEMORY,
     _fault(
-        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory|"
-        + _TOO_LARGE.pattern,
+        r"NRT_RESOURCE|RESOURCE_EXHAUSTED|allocation failure|out of memory|failed to alloc|allocate memory|NCC_EOOM|"
+        r"peak HBM usage",
         "memory",
         "Lower max_rolling_batch_size or n_positions, raise tensor_parallel_degree, or use quantize",
         codes={4},
@@ -187,7 +185,7 @@ def of_load(error: Exception, what: str, work_dir: Path | None = None) -> Servin
     message = f"{what} cannot be loaded: {text}. {fault.advice}"
     found = _ERRORS.get(fault.kind, BackendUnavailableError)(message)
     if isinstance(found, DeviceMemoryError):
-        found.host_full, found.lasting = fault is _HOST_MEMORY, bool(_TOO_LARGE.search(text))
+        found.host_full, found.lasting = fault is _HOST_MEMORY, bool(_REFUSED.search(text))
     return found
 
 

@@ -9,11 +9,15 @@ from contextlib import contextmanager, suppress
 from djl_python_neuronx import backends
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Finding
+from djl_python_neuronx.config.options import names_where
 from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import BackendError, BackendUnavailableError
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.defects import known_defects
-from djl_python_neuronx.planning.machines import GIB, INSTANCES
+from djl_python_neuronx.planning.machines import GIB
+from djl_python_neuronx.planning.memory import CompileMemory
+
+_LOCAL = names_where(lambda marker: marker.output == "local")
 
 
 def compile_risks(prepared: Prepared) -> Iterator[Finding]:
@@ -26,10 +30,7 @@ def compile_risks(prepared: Prepared) -> Iterator[Finding]:
     needed, there = prepared.compile_memory, prepared.compile_host_bytes
     if needed is not None and there is not None and needed.most > there:
         can = "may not fit" if needed.least <= there else "cannot fit"
-        problem = (
-            f"a compile takes {_gib(needed.least)} to {_gib(needed.most)} GiB of the host's memory, by an estimate: "
-            f"with {_gib(there)} it {can}. {_elsewhere(prepared, needed.most)}"
-        )
+        problem = f"{_advice(prepared, needed)} With {there / GIB:.1f} GiB of host memory it {can}"
         yield Finding((), problem, "warning" if needed.least > there else "note")
 
 
@@ -41,35 +42,20 @@ def explained(prepared: Prepared) -> Iterator[None]:
     except BackendError as error:
         needed = prepared.compile_memory
         if error.host_full and needed is not None:
-            size = f"{_gib(needed.least)} to {_gib(needed.most)} GiB"
-            advice = (
-                f"Such a compile takes {size}, by an estimate. {_elsewhere(prepared, needed.most)}"
-            )
-            error.args = (f"{error}\n{advice}",)
+            error.args = (f"{error}\n{_advice(prepared, needed)}",)
         raise
 
 
-def _elsewhere(prepared: Prepared, size: int) -> str:
-    """Return the advice to compile on a machine with `size` bytes of memory, with the command."""
-    family, name = prepared.machine.family, prepared.machine.instance_type
-    where = "a machine with so much memory, which needs no Neuron device,"
-    if prepared.backend == "tnx":
-        large = [
-            one.name
-            for one in INSTANCES.values()
-            if one.family == family and one.host_memory_gib * GIB > size
-        ]
-        where = large[0] if large else "a Neuron machine with more memory"
-    origins, options = prepared.resolved.origins, prepared.options
-    given = [
-        f"-o {one}={as_property(getattr(options, one))}"
-        for one, origin in origins.items()
-        if origin == sources.COMMAND_LINE and one not in {"model_id", "retry_compile"}
-    ]
+def _advice(prepared: Prepared, needed: CompileMemory) -> str:
+    """Return the memory that a compile takes, and the command that compiles on another machine."""
+    options, name = prepared.options, prepared.machine.instance_type
     words = ["djl-neuronx", "compile", prepared.name, "--output", "DIR"]
     words += ["--instance", name] if name else []
-    return f"Compile it on {where} with `{shlex.join([*words])}{''.join(f' {one}' for one in given)}` and serve DIR"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f}"
+    for one, origin in prepared.resolved.origins.items():
+        if origin == sources.COMMAND_LINE and one not in _LOCAL:
+            words += ["-o", f"{one}={as_property(getattr(options, one))}"]
+    device = "needs a Neuron device" if prepared.backend == "tnx" else "needs no Neuron device"
+    return (
+        f"A compile takes {needed.least / GIB:.1f} to {needed.most / GIB:.1f} GiB of the host's memory by an estimate: "
+        f"run `{shlex.join(words)}` on a machine that has it (it {device}), and serve DIR."
+    )

@@ -12,6 +12,7 @@ from djl_python_neuronx.artifacts.formats import OwnOutput
 from djl_python_neuronx.artifacts.output import WeightsInOutput
 from djl_python_neuronx.errors import IncompatibleOptionsError
 from djl_python_neuronx.loading.compile_process import Forecast, compile_guarded
+from djl_python_neuronx.loading.compile_risks import explained
 from djl_python_neuronx.loading.compiled import Compiled
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.plan import stored_findings
@@ -42,14 +43,15 @@ def check_presharded(prepared: Prepared) -> None:
 
 def preshard(prepared: Prepared, compiled: Compiled, folder: Path) -> None:
     """Write the weights of a model as each core takes them into a folder with its graphs."""
-    compile_guarded(
-        prepared.backend,
-        replace(compiled.plan, presharded=True),
-        folder,
-        environ=prepared.environ,
-        neff_cache=None,
-        forecast=Forecast(0, 0.0),
-    )
+    with explained(prepared):
+        compile_guarded(
+            prepared.backend,
+            replace(compiled.plan, presharded=True),
+            folder,
+            environ=prepared.environ,
+            neff_cache=None,
+            forecast=Forecast(0, 0.0),
+        )
     # A library may rewrite its record of the compile. The output's own manifest lists the weights.
     manifest = manifests.read(folder)
     manifests.write(folder, manifest.refreshed(folder))

@@ -223,7 +223,7 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
         yield from _memory_lines(plan.memory, whose)
     if (needed := prepared.compile_memory) is not None and prepared.own_graphs is None:
         size = f"{gib(needed.least)} to {gib(needed.most)} GiB"
-        yield f"host      a compile takes {size} of its memory by an estimate, with {needed.workers} compilers at once"
+        yield f"host      a compile takes {size} of the host's memory (estimate); compilers at once: {needed.workers}"
     if prepared.host_bytes is not None:
         yield f"host      a load takes up to {gib(prepared.host_bytes)} GiB of the host's memory"
 

@@ -6,13 +6,13 @@ The rows, with their public threads, are in `defects.toml`. None was seen here: 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from djl_python_neuronx.config.findings import SET, UNSET, Finding, when
+from djl_python_neuronx.config.findings import SET, UNSET, Finding, above, when
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import sdks
 from djl_python_neuronx.planning.case import Case
@@ -33,8 +33,8 @@ class CompilerDefect(BaseModel):
     model: dict[str, tuple[str | int, ...]] = {}
     """Fields of `ModelFacts`, each with its values: an architecture, the shape of a model."""
     options: dict[str, Any] = {}
-    """Options, each `set`, `unset`, a list of values or a table with the `least` number. Also properties of
-    `ServingOptions`."""
+    """Options, each `set`, `unset`, a list of values or a table with the number that they are `above`. Also
+    properties of `ServingOptions`."""
     symptom: str
     """The failure, as a sentence without a full stop."""
     text: str = ""
@@ -89,9 +89,5 @@ def _table() -> dict[str, CompilerDefect]:
 def _condition(value: Any) -> object:  # noqa: ANN401  (of a TOML file)
     """Return a condition of `when`."""
     if isinstance(value, dict):
-        return _at_least(value["least"])
+        return above(value["above"])
     return {"set": SET, "unset": UNSET}[value] if isinstance(value, str) else frozenset(value)
-
-
-def _at_least(least: int) -> Callable[[int], bool]:
-    return lambda number: number >= least
