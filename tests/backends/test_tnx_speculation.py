@@ -31,7 +31,8 @@ pytestmark = pytest.mark.tnx
 NUM_DRAFTS = 3
 
 
-def verifying(directory: Path, num_slots: int = 4, **options: object) -> LoadPlan:
+def verifying(directory: Path, num_slots: int = 5, **options: object) -> LoadPlan:
+    """By default with more slots than columns, which is not what the library expects."""
     return tnx_plan(directory, num_slots, num_speculative_tokens=NUM_DRAFTS, **options)  # type: ignore[arg-type]
 
 
