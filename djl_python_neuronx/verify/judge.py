@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from djl_python_neuronx.backends.base import Float32Array
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.engine.runner import Graph
-from djl_python_neuronx.verify.record import Finding, LogitFile, Record, Seen
+from djl_python_neuronx.verify.record import Finding, Record, Seen
 from djl_python_neuronx.verify.reference import Float64Array, Reference, chi_square, distribution
 
 _MULTIPLE, _QUANTILE, _MEDIANS = 4, 0.99, 3
@@ -32,6 +32,10 @@ RULE = (
 )
 
 
+_Place: TypeAlias = tuple[int, int]
+"""A text and a position in it."""
+
+
 class _Judged(NamedTuple):
     seen: Seen
     error: float | None
@@ -47,26 +51,36 @@ def judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
     Raises:
         ServingError: the reference cannot be loaded.
     """
-    exact = Reference(plan, "float32")
-    eos_ids, right, cpu_error = exact.eos_ids, _Right(record, exact), 0.0
-    del exact
+    reference = Reference(plan, "float32")
+    eos_ids, logits = reference.eos_ids, record.logits
+    exact = {place: logits.add(row) for place, row in _run(record, reference)}
+    del reference
+    usual = dict.fromkeys(exact, 0.0)
     if plan.dtype != "float32":
-        right.compare_dtype(Reference(plan, plan.dtype))
-        cpu_error = float(np.quantile([*right.usual.values()], _QUANTILE))
+        rounded = _run(record, Reference(plan, plan.dtype))
+        usual = {place: difference(row, logits[exact[place]]) for place, row in rounded}
+    cpu_error = float(np.quantile([*usual.values()] or [0.0], _QUANTILE))
     least = max(_FLOOR, _MULTIPLE * cpu_error)
     groups: dict[str, list[_Judged]] = defaultdict(list)
     for seen in record.seen:
-        one = right.judge(seen, least)
+        if seen.logits is seen.token is None:
+            continue
+        place = seen.text, seen.position
+        bound = max(least, _MULTIPLE * usual[place])
+        error, wrong = _compare(seen, record, logits[exact[place]], bound)
+        one = _Judged(seen, error, usual[place], wrong)
         groups[_name(seen.graph)].append(one)
         if seen.graph is not None:
             groups["all graphs"].append(one)
             groups[f"slot {seen.slot}"].append(one)
-    draws = [*_judge_draws(record, right, cpu_error or _FLOOR)]
+    draws = [*_judge_draws(record, exact, cpu_error or _FLOOR)]
     left_out = list(record.left_out)
     if least > 1:
         left_out.append(
             f"small errors, as {plan.dtype} alone changes logits by {cpu_error:.2g}: use -o dtype=fp32"
         )
+    if not groups["all graphs"]:
+        left_out.append("graphs: the device gives neither logits nor greedy tokens")
     if not eos_ids:
         left_out.append("the end of texts, of which transformers knows nothing")
     found = [*_locate(groups), *record.failures, *_others(record, eos_ids, draws)]
@@ -81,44 +95,29 @@ def judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
     }
 
 
-class _Right:
-    """The reference behind all places of a record: texts with their positions."""
+def _run(record: Record, reference: Reference) -> Iterator[tuple[_Place, Float32Array]]:
+    """Yield the reference's logits behind all places of a record."""
+    wanted = defaultdict(set)
+    for seen in record.seen:
+        wanted[seen.text].add(seen.position)
+    for text, positions in wanted.items():
+        rows = reference.logits(record.texts[text], sorted(positions))
+        for position, row in zip(sorted(positions), rows, strict=True):
+            yield (text, position), row[: record.spec.vocab_size]
 
-    def __init__(self, record: Record, exact: Reference) -> None:
-        self._record, self._logits = record, LogitFile(record.spec.vocab_size)
-        wanted = defaultdict(set)
-        for seen in record.seen:
-            wanted[seen.text].add(seen.position)
-        self._wanted = {text: sorted(positions) for text, positions in wanted.items()}
-        self._numbers = {place: self._logits.add(row) for place, row in self._run(exact)}
-        self.usual: dict[tuple[int, int], float] = {}
-        """Differences of the served dtype on the CPU, by place."""
 
-    def _run(self, reference: Reference) -> Iterator[tuple[tuple[int, int], Float32Array]]:
-        for text, positions in self._wanted.items():
-            rows = reference.logits(self._record.texts[text], positions)
-            for position, row in zip(positions, rows, strict=True):
-                yield (text, position), row[: self._record.spec.vocab_size]
-
-    def compare_dtype(self, rounded: Reference) -> None:
-        """Fill `usual`."""
-        self.usual = {place: difference(row, self[place]) for place, row in self._run(rounded)}
-
-    def __getitem__(self, place: tuple[int, int]) -> Float32Array:
-        return self._logits[self._numbers[place]]
-
-    def judge(self, seen: Seen, least: float) -> _Judged:
-        """Compare an output. `least`: the bound where the dtype changes little."""
-        place = seen.text, seen.position
-        usual, wanted = self.usual.get(place, 0.0), self[place]
-        bound, error, wrong = max(least, _MULTIPLE * usual), None, False
-        if seen.logits is not None:
-            error = difference(self._record.logits[seen.logits], wanted)
-            wrong = error > bound
-        if seen.token is not None:
-            behind = wanted.max() - wanted[seen.token] if seen.token >= 0 else np.inf
-            wrong = wrong or bool(behind > 2 * bound * wanted.std())
-        return _Judged(seen, error, usual, wrong)
+def _compare(
+    seen: Seen, record: Record, wanted: Float32Array, bound: float
+) -> tuple[float | None, bool]:
+    """Return the difference of an output, None of a token alone, and True if it is wrong."""
+    error, wrong = None, False
+    if seen.logits is not None:
+        error = difference(record.logits[seen.logits], wanted)
+        wrong = error > bound
+    if seen.token is not None:
+        behind = wanted.max() - wanted[seen.token] if seen.token >= 0 else np.inf
+        wrong = wrong or bool(behind > 2 * bound * wanted.std())
+    return error, wrong
 
 
 def difference(found: Float32Array, wanted: Float32Array) -> float:
@@ -128,12 +127,13 @@ def difference(found: Float32Array, wanted: Float32Array) -> float:
     return float("inf") if np.isnan(largest) else largest
 
 
-def _judge_draws(record: Record, right: _Right, usual: float) -> Iterator[dict[str, Any]]:
+def _judge_draws(
+    record: Record, exact: Mapping[_Place, int], usual: float
+) -> Iterator[dict[str, Any]]:
     for settings, place, tokens, seen in record.draws:
-        logits, slack = right[seen.text, seen.position], 0.0
-        if seen.logits is not None:
-            logits = record.logits[seen.logits]
-        else:  # the device keeps its own
+        number, slack = seen.logits, 0.0
+        logits = record.logits[exact[seen.text, seen.position] if number is None else number]
+        if number is None:  # the device keeps its own
             slack = float(np.expm1(2 * usual * logits.std()))
         p = p_value(tokens, distribution(logits, settings), slack)
         passed = p > _ALPHA / len(record.draws)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from djl_python_neuronx.backends.base import Backend, Want
@@ -178,14 +179,9 @@ def _draws(driver: Driver) -> None:
             GenerationRequest(str(n), prompt, sampling, max_new_tokens=1, ignore_eos=True, seed=n)
             for n in range(_FEW_DRAWS if driver.quick else _DRAWS)
         ]
-        try:
-            check(requests[0], spec)
-        except UnsupportedParameterError:
-            record.left_out.append(f"draws with {given}, which this model refuses")
-            continue
-        tokens = [token for tokens in _generate(driver, requests).values() for token in tokens]
-        place = "host" if sampled_on_host(requests[0], spec) else "device"
-        record.draws.append(Draws(given, place, tokens, seen))
+        if found := _generate(driver, requests, f"draws with {given}"):
+            place = "host" if sampled_on_host(requests[0], spec) else "device"
+            record.draws.append(Draws(given, place, list(chain(*found.values())), seen))
 
 
 def _requests(driver: Driver) -> None:
@@ -201,21 +197,28 @@ def _requests(driver: Driver) -> None:
         for i in range(min(2 * spec.num_slots, _MOST_REQUESTS) if room > 0 else 0)
     ]
     prompts = {request.request_id: request.prompt_ids for request in requests}
-    for name, tokens in _generate(driver, requests).items():
+    for name, tokens in _generate(driver, requests, "greedy requests").items():
         record.texts.append([*prompts[name], *tokens])
         for position, token in enumerate(tokens, len(prompts[name]) - 1):
             seen = Seen(driver.scenario, None, -1, -1, len(record.texts) - 1, position, token=token)
             record.seen.append(seen)
 
 
-def _generate(driver: Driver, requests: Sequence[GenerationRequest]) -> dict[str, list[int]]:
-    """Return the tokens of each request.
+def _generate(
+    driver: Driver, requests: Sequence[GenerationRequest], name: str
+) -> dict[str, list[int]]:
+    """Return the tokens of each request; of none if the model refuses their parameters.
 
     Raises:
         ServingError: one failed.
     """
     engine, found = Engine(driver.backend), dict[str, list[int]]()
     for request in requests:
+        try:
+            check(request, driver.spec)
+        except UnsupportedParameterError:
+            driver.record.left_out.append(f"{name}, which this model refuses")
+            return {}
         engine.add(request)
     while engine.has_work:
         for output in engine.step().outputs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +16,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.verify.judge import judge
+from djl_python_neuronx.verify.scenarios import run_scenarios
 
 
 class Wrapped:
@@ -171,7 +176,7 @@ class Fault:
 FAULTS: Mapping[str, Fault] = MappingProxyType(
     {
         "a wrong rope base": Fault(
-            "all graphs", r"positions (1|2) to 47 of 0 to 47", checkpoint=rope_base
+            "all graphs", r"positions [1-9][^;]* 47 of 0 to 47", checkpoint=rope_base
         ),
         "a swapped head": Fault("all graphs", r"slots 0 to 3 of 0 to 3", checkpoint=swapped_head),
         "another scale of attention": Fault("all graphs|decode graph", "", attention_scale),
@@ -204,3 +209,34 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         ),
     }
 )
+
+
+def planted_in(
+    plan: LoadPlan,
+    fault: Fault,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    running: Callable[[LoadPlan], AbstractContextManager[Backend]],
+) -> dict[str, Any]:
+    """What a verification finds of a model with a fault; the plan names the sound one."""
+    made = plan
+    if fault.checkpoint is not None:
+        made = replace(
+            plan, model_dir=altered(plan.model_dir, folder / "altered", fault.checkpoint)
+        )
+    if fault.patch is not None:
+        fault.patch(patch)
+    with running(made) as backend:
+        record = run_scenarios(fault.wrapper(backend) if fault.wrapper else backend, quick=True)
+    return judge(record, plan)
+
+
+def assert_named(found: dict[str, Any], fault: Fault) -> None:
+    """A finding names the place of the fault, and none another one."""
+    findings = found["findings"]
+    assert any(
+        re.match(fault.place, one["place"]) and re.search(fault.problem, one["problem"])
+        for one in findings
+    ), findings
+    assert all(re.match(fault.only, one["place"]) for one in findings), findings
+    assert "secret" not in str(found)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.verify.judge import judge
 from djl_python_neuronx.verify.scenarios import run_scenarios
 from tests.doubles.tiny_models import save_tiny_model
-from tests.verify.planted import FAULTS, altered
+from tests.verify.planted import FAULTS, assert_named, planted_in
 
 SHAPES: Any = (4, 48, (4, 8, 20), (12, 24, 48))
 
@@ -65,20 +64,11 @@ def test_a_sound_model_is_right(checkpoint: Path, dtype: str, more: dict[str, An
 def test_each_planted_fault_is_named_by_its_place(
     name: str, dtype: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault, plan = FAULTS[name], plan_of(checkpoint, dtype)
-    folder = checkpoint
-    if fault.checkpoint is not None:
-        folder = altered(checkpoint, tmp_path / "altered", fault.checkpoint)
-    backend = backends.get("cpu").load(replace(plan, model_dir=folder))
-    if fault.patch is not None:
-        fault.patch(monkeypatch)
-    found = judge(
-        run_scenarios(fault.wrapper(backend) if fault.wrapper else backend, quick=True), plan
+    found = planted_in(
+        plan_of(checkpoint, dtype),
+        FAULTS[name],
+        tmp_path,
+        monkeypatch,
+        lambda plan: closing(backends.get("cpu").load(plan)),
     )
-    findings = found["findings"]
-    assert any(
-        re.match(fault.place, one["place"]) and re.search(fault.problem, one["problem"])
-        for one in findings
-    ), findings
-    assert all(re.match(fault.only, one["place"]) for one in findings), findings
-    assert "secret" not in str(found)
+    assert_named(found, FAULTS[name])

@@ -76,6 +76,7 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
         message = f"{plan.model_dir} has no config.json; expected a Hugging Face model folder"
         raise ArtifactNotFoundError(message)
     code = {"trust_remote_code": plan.trust_remote_code, "code_revision": plan.revision}
+    dtype = "dtype" if _version() >= (4, 56) else "torch_dtype"
     try:
         with _silent_transformers():
             config = _AUTO_CONFIG.from_pretrained(str(plan.model_dir), **code)
@@ -86,7 +87,7 @@ def load_checkpoint(plan: LoadPlan) -> Any:  # noqa: ANN401
             model, loaded = _AUTO_MODEL.from_pretrained(
                 str(plan.model_dir),
                 config=config,
-                dtype=getattr(torch, plan.dtype),
+                **{dtype: getattr(torch, plan.dtype)},
                 attn_implementation="eager" if eager else None,
                 use_safetensors=plan.kind == "safetensors",
                 ignore_mismatched_sizes=True,  # listed below

@@ -1,0 +1,115 @@
+"""Verification on the libraries: sound models are right, and planted faults are named by their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the reference needs torch")
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends import LoadPlan
+from djl_python_neuronx.backends.base import Backend
+from djl_python_neuronx.verify.judge import judge
+from djl_python_neuronx.verify.scenarios import run_scenarios
+from tests.backends.nxdi_plans import loaded, nxdi_plan, save_variant
+from tests.backends.tnx_plans import tnx_plan
+from tests.verify.planted import FAULTS, assert_named, planted_in
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "nxdi": {},
+    "nxdi bf16": {"dtype": "bfloat16"},
+    "nxdi static": {"continuous": False},
+    "nxdi few": {"token_generation_batches": [1, 2]},
+    "nxdi tp2": {"tp": 2},
+    "nxdi greedy": {"on_device_generation": True},
+    "nxdi dynamic": {"on_device_generation": {"dynamic": True}},
+    "nxdi mixed": {"on_device_generation": {"dynamic": True}, "output_logits": True},
+    "nxdi fixed": {"on_device_generation": {"do_sample": True, "top_k": 8, "temperature": 0.8}},
+    "tnx": {},
+    "tnx bf16": {"dtype": "bfloat16"},
+    "tnx static": {"continuous": False},
+    "tnx tp2": {"tp": 2},
+    "tnx chunks": {"block_size": 8},
+    "tnx drafts": {"num_speculative_tokens": 2},
+    "tnx dynamic": {"on_device_generation": {"dynamic": True, "do_sample": True, "top_k": 16}},
+}
+PLACES = {
+    "nxdi greedy": set(),
+    "nxdi dynamic": {"device"},
+    "nxdi mixed": {"device", "host"},
+    "nxdi fixed": {"device"},
+    "tnx dynamic": {"device"},
+}
+"""Where draws are made, if not on the host."""
+EVERY_CHANGE = {"nxdi bf16", "nxdi mixed", "tnx bf16", "tnx dynamic"}
+"""The others are run at night."""
+
+
+def marked(name: str, *more: Any) -> Any:
+    library = getattr(pytest.mark, name.partition(" ")[0])
+    marks = [library, *([] if name in EVERY_CHANGE else [pytest.mark.nightly])]
+    return pytest.param(name, *more, marks=marks, id="-".join([name, *map(str, more)]))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_variant("llama", tmp_path_factory.mktemp("llama"))
+
+
+def plan_of(name: str, folder: Path) -> LoadPlan:
+    given = {**WAYS[name]}
+    facts = {"dtype": given.get("dtype", "float32"), "eos_ids": frozenset({1})}
+    if name.startswith("nxdi"):
+        return nxdi_plan(folder, 4, 48, (8, 20), (24, 48), facts=facts, **given)
+    return replace(tnx_plan(folder, 4, 48, (8, 20), (24, 48), **given), **facts)
+
+
+@contextmanager
+def running(plan: LoadPlan, name: str) -> Iterator[Backend]:
+    if name.startswith("nxdi"):
+        with loaded(plan) as backend:
+            yield backend
+    else:
+        with closing(backends.get("tnx").load(plan)) as backend:
+            yield backend
+
+
+@pytest.mark.parametrize("name", map(marked, WAYS))
+def test_a_sound_model_is_right(name: str, checkpoint: Path) -> None:
+    plan = plan_of(name, checkpoint)
+    with running(plan, name) as backend:
+        record = run_scenarios(backend, quick=True)
+    found = judge(record, plan)
+    assert found["findings"] == []
+    places = {draws["place"] for draws in found["draws"]}
+    assert places == PLACES.get(name, {"host"})
+    placed = [seen for seen in record.seen if seen.graph is not None]
+    assert {seen.slot for seen in placed} == {0, 1, 2, 3}
+    assert max(seen.position for seen in placed) == 47
+
+
+PLANTED = (
+    "a wrong rope base",
+    "a swapped head",
+    "a stale line of the cache",
+    "a bucket off by one",
+    "a sampler that ignores top_p",
+)
+IN = ("nxdi bf16", "tnx bf16", "nxdi", "tnx")
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"), [marked(name, planted) for name in IN for planted in PLANTED]
+)
+def test_a_planted_fault_is_named_by_its_place(
+    name: str, planted: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, fault = plan_of(name, checkpoint), FAULTS[planted]
+    found = planted_in(plan, fault, tmp_path, monkeypatch, lambda made: running(made, name))
+    assert_named(found, fault)
