@@ -218,7 +218,7 @@ def planted_in(
     patch: pytest.MonkeyPatch,
     running: Callable[[LoadPlan], AbstractContextManager[Backend]],
 ) -> dict[str, Any]:
-    """What a verification finds of a model with a fault; the plan names the sound one."""
+    """The outcome for a model with a fault; the plan names the sound one."""
     made = plan
     if fault.checkpoint is not None:
         made = replace(
