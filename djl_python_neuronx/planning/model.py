@@ -223,7 +223,8 @@ class Dimensions:
         kind = model_type(config)
         attention, experts = _part(config, "attn_config"), _part(config, "ffn_config")
         hidden = _dimension(config, "n_embed", "hidden_size", "n_embd", "d_model")
-        heads = _dimension(config, "num_attention_heads", "n_head", "n_heads")
+        names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+        heads = _dimension(config, *names)
         head_dim = _dimension(config, "head_dim") or _DEFAULT_HEAD_DIMS.get(kind)
         if head_dim is None and hidden and heads:
             head_dim = hidden // heads

@@ -451,6 +451,18 @@ def test_check_names_the_code_and_auto_takes_the_library_for_any_model_type(
     text = "\n".join(report.findings.messages("note"))
     assert f"{code} (SHA-256 {model_code.read(code).digest})" in text
     assert "toy of NxD Inference's contrib/models" in text
+    assert "the parameter count is estimated" in text
+    # A length that nobody sets is one that is right.
+    known(code, model_types=("granite",), longest="hidden_size")
+    shorter = check(
+        str(tmp_path / "model"),
+        environ={},
+        overrides={"nxdi_model_code": str(code), "trust_remote_code": "true"},
+        machine=MACHINE,
+    )
+    assert shorter.ok, shorter.findings.messages("error")
+    assert shorter.prepared is not None
+    assert shorter.prepared.options.max_model_len == config["hidden_size"]
     (error,) = checked(TINY, code, model_loader="tnx").findings.messages("error")
     assert "transformers-neuronx has no equivalent" in error
     assert checked(TINY, code, model_loader="cpu").ok

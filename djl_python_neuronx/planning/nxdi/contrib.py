@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.tables import read_table
 
 
@@ -59,6 +60,12 @@ class Row(BaseModel):
     """Kinds of rotary positions (`rope_type`) with right answers."""
     only: Mapping[str, tuple[Any, ...]] = {}
     """Fields of config.json to the values with right answers; the text "absent" stands for null and for no field."""
+
+    def most_tokens(self, model: ModelFacts) -> int | None:
+        """Return the most tokens of a sequence with right answers: up to `longest`, and to any window of the model."""
+        field = model.config.get(self.longest) if isinstance(self.longest, str) else self.longest
+        limits = [size for size in (field, model.sliding_window) if isinstance(size, int)]
+        return min(limits, default=None)
 
     @classmethod
     def unknown(cls, digest: str) -> Row:

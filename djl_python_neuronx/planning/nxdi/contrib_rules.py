@@ -15,6 +15,7 @@ from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.fields import ROTARY, rope_type
+from djl_python_neuronx.planning.model import Dimensions, count
 from djl_python_neuronx.planning.nxdi.capabilities import LAST_TOKENS
 from djl_python_neuronx.planning.nxdi.contrib import Row
 from djl_python_neuronx.planning.nxdi.versions import numbers
@@ -65,6 +66,9 @@ def findings(case: Case) -> Iterator[Finding]:
             "random weights; bfloat16, kernels and the compiler are not shown"
         )
         yield Finding((_OPTION,), told, "note")
+    if count(case.model.config, Dimensions.of(case.model.config)) is None:
+        told = "the parameter count is estimated from the sizes in config.json, as of layers like llama's"
+        yield Finding((_OPTION,), told, "note")
 
 
 Doubt = tuple[tuple[str, ...], str, str]
@@ -108,7 +112,7 @@ def _of_options(case: Case, row: Row) -> Iterator[Doubt]:
     if case.degree not in row.degrees:
         degrees = join_words(row.degrees, "or")
         yield (_DEGREE,), f"was compared on {degrees} cores alone", f"set {degrees}"
-    longest, length = _longest(case, row), options.max_model_len or 0
+    longest, length = row.most_tokens(case.model), options.max_model_len or 0
     if longest is not None and length > longest:
         yield ("n_positions",), f"is right up to {longest} tokens", f"set {longest} at most"
     if row.slots is not None and case.slots > row.slots:
@@ -118,10 +122,3 @@ def _of_options(case: Case, row: Row) -> Iterator[Doubt]:
         yield names, "was compared in continuous batches alone", "leave it out"
     if options.override_neuron_config:
         yield ("override_neuron_config",), "was compared without it", "leave it out"
-
-
-def _longest(case: Case, row: Row) -> int | None:
-    """Return the most tokens of a sequence that are right: up to the row's limit, and to any window of the model."""
-    field = case.model.config.get(row.longest) if isinstance(row.longest, str) else row.longest
-    limits = [size for size in (field, case.model.sliding_window) if isinstance(size, int)]
-    return min(limits, default=None)
