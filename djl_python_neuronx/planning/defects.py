@@ -29,7 +29,7 @@ class CompilerDefect(BaseModel):
     has it no more, or of which nothing is reported."""
     backend: str
     families: tuple[str, ...]
-    """Kinds of chips."""
+    """Kinds of chips; a machine of an unknown kind may be any of them."""
     model: dict[str, tuple[str | int, ...]] = {}
     """Fields of `ModelFacts`, each with its values: an architecture, the shape of a model."""
     options: dict[str, Any] = {}
@@ -53,9 +53,11 @@ class CompilerDefect(BaseModel):
     def meets(self, case: Case, compiler: str) -> bool:
         """True if a compile of this case, with this version of the compiler, meets the defect."""
         conditions = {name: _condition(value) for name, value in self.options.items()}
+        family = case.device.family
         return (
             sdks.within(compiler, self.compiler)
-            and (case.backend, case.device.family) in {(self.backend, one) for one in self.families}
+            and case.backend == self.backend
+            and (family in self.families if family else self.families != ())
             and all(getattr(case.model, name) in values for name, values in self.model.items())
             and when(**conditions).holds(case.effective)
         )

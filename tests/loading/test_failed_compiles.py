@@ -19,7 +19,7 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.compile_risks import compile_risks
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.prepare import prepare_or_raise
-from djl_python_neuronx.planning import machines
+from djl_python_neuronx.planning import defects, machines
 from tests.doubles.neuron_machine import GRAPHS, TINY
 
 pytest_plugins = ["tests.doubles.neuron_fixtures"]
@@ -86,6 +86,32 @@ def test_what_the_compiler_refuses_is_not_compiled_again(machine, options, capsy
     assert "retry_compile" not in (tmp_path / "out" / "serving.properties").read_text()
     assert not compiles(machine, options)
     assert not list(tmp_path.rglob(".failed/*"))
+
+
+def test_each_start_that_compiles_warns_and_no_other(machine, options, monkeypatch, caplog):
+    reported = defects.CompilerDefect(
+        compiler=">=1.0,<2",
+        backend="tnx",
+        families=("inf2", "trn1"),
+        symptom="it crashes",
+        cure="use another",
+        sources=("https://example.com/1",),
+    )
+    monkeypatch.setattr(defects, "_table", lambda: {"one": reported})
+    warned = []
+    for version in ("1.0", "1.0", "2.0"):
+        machine.set(TOYC_VERSION=version)
+        caplog.clear()
+        compiled = compiles(machine, options)
+        texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        warned.append((compiled, any(reported.report in text for text in texts)))
+    assert warned == [(True, True), (False, False), (True, False)]
+    told = check(str(TINY), environ=machine.environ, overrides=options).findings
+    assert not any("it crashes" in text for text in told.messages("warning"))
+    changed = {**options, "max_rolling_batch_size": "4"}
+    machine.set(TOYC_VERSION="1.0")
+    told = check(str(TINY), environ=machine.environ, overrides=changed).findings
+    assert reported.report in told.messages("warning")
 
 
 PASSING = {
