@@ -50,9 +50,11 @@ def findings(case: Case) -> Iterator[Finding]:
     code = case.code
     if code is None:
         return
-    what = f"the code in {code.folder} (SHA-256 {code.digest})"
     if not code.digest:
-        what = "the code, which a start fetches,"
+        problem = "not judged: a start fetches the code, and refuses what was not compared with transformers; name a folder"
+        yield Finding((_OPTION,), problem, "warning")
+        return
+    what = f"the code in {code.folder} (SHA-256 {code.digest})"
     for names, problem, fix in _doubts(case, code.row):
         if case.options.nxdi_model_code_unverified:
             told = f"{what} {problem}: compare its answers"
@@ -65,6 +67,8 @@ def findings(case: Case) -> Iterator[Finding]:
             f"{what} is {code.row.folder} of NxD Inference's contrib/models: right on a CPU rig in float32 with small "
             "random weights; bfloat16, kernels and the compiler are not shown"
         )
+        if code.row.stand_in:
+            told += f". It was compared with {code.row.stand_in} of transformers, which has no class of its own for it"
         yield Finding((_OPTION,), told, "note")
     if count(case.model.config, Dimensions.of(case.model.config)) is None:
         told = "the parameter count is estimated from the sizes in config.json, as of layers like llama's"
