@@ -51,7 +51,7 @@ def findings(case: Case) -> Iterator[Finding]:
     if code is None:
         return
     if not code.digest:
-        problem = "not judged: a start fetches it, and refuses code that was not compared with transformers; name a folder"
+        problem = "not judged: a start fetches the code, and refuses what was never compared; name a folder"
         yield Finding((_OPTION,), problem, "warning")
         return
     what = f"the code in {code.folder} (SHA-256 {code.digest})"
