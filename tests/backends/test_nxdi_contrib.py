@@ -233,6 +233,8 @@ def test_a_class_is_found_or_its_absence_is_an_error(
             construct(plan)
 
 
+ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+"""As transformers 5 writes it."""
 WITHOUT = TOY.replace("def get_config_cls", "def other")
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     # code, row, config.json, and the class or the error
@@ -248,7 +250,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "plain": (
         TOY,
         {"made": "plain_config"},
-        {"model_type": "unknown_to_transformers"},
+        {"model_type": "unknown_to_transformers", **ROTARY},
         "ToyConfig",
     ),
     "sizes": (
@@ -256,6 +258,12 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"made": "from_pretrained"},
         {},
         "vocab_size=7, and config.json",
+    ),
+    "positions": (
+        TOY.replace('made="by itself"', "rope_theta=1e4"),
+        {"made": "from_pretrained"},
+        {"model_type": "llama", **ROTARY},
+        "rope_theta=10000.0, and config.json of .* 5.0",
     ),
     "values": (TOY, {"values": {"window": 3}, "unset": ("sliding_window",)}, {}, "ToyConfig"),
     "tied": (
@@ -286,6 +294,8 @@ def test_a_configuration_is_made_as_the_row_says(
     assert getattr(found, "made", "") == (
         "by itself" if row.get("made") == "from_pretrained" else ""
     )
+    if name == "plain":
+        assert found.rope_theta == 5.0
     if name == "values":
         assert (found.window, found.sliding_window) == (3, None)
 

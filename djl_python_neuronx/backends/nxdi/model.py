@@ -88,20 +88,20 @@ def _contributed(
         (each for each in (plan.model_dir, compiled) if each and (each / CONFIG).is_file()),
         plan.model_dir,
     )
+
+    def read(is_plain: bool) -> Any:  # noqa: ANN401
+        """Return the configuration with the names of rotary positions that code for transformers 4 reads."""
+        plain = importlib.import_module("transformers").PretrainedConfig
+        configuration = plain.from_pretrained(folder) if is_plain else _read_config(plan, compiled)
+        vars(configuration).update(rotary_fields(configuration))
+        return configuration
+
     with contributed(code) as own:
         neuron_config = _neuron_config(own.kind, keywords)
-        config = own.configure(
-            neuron_config, folder, lambda: _renamed(_read_config(plan, compiled))
-        )
+        config = own.configure(neuron_config, folder, read)
         application = _made(own.made, config, plan)
         own.check_weights(application)
         return application
-
-
-def _renamed(configuration: Any) -> Any:  # noqa: ANN401
-    """Return a configuration of any version of transformers with the names of rotary positions that code reads."""
-    vars(configuration).update(rotary_fields(configuration))
-    return configuration
 
 
 def _made(made: Any, config: Any, plan: LoadPlan) -> Any:  # noqa: ANN401

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from djl_python_neuronx.artifacts.folder import read_json
 from djl_python_neuronx.backends.nxdi.contrib import package_of, register
+from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import ArtifactError, BackendError
 from djl_python_neuronx.planning.model import ModelFacts
@@ -41,42 +42,43 @@ class Contributed:
     kind: Any
     """That of its configuration."""
 
-    def configure(self, neuron_config: object, folder: Path, read: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def configure(self, neuron_config: object, folder: Path, read: Callable[[bool], Any]) -> Any:  # noqa: ANN401
         """Return the configuration of the model in `folder`, in the way that is known to be right for this code.
 
-        `read` returns that of transformers.
+        `read` returns that of transformers, of no architecture if its argument is true.
 
         Raises:
-            BackendError: it does not have the sizes of config.json, or ties embeddings that the code cannot tie.
+            BackendError: it does not have the numbers of config.json, or ties embeddings that the code cannot tie.
         """
         row = self.code.row or Row.unknown(self.code.digest)
         if row.made == "from_pretrained":
             config = self.kind.from_pretrained(str(folder), neuron_config=neuron_config)
         else:
-            plain = row.made == "plain_config"
-            transformers = importlib.import_module("transformers")
-            configuration = (
-                transformers.PretrainedConfig.from_pretrained(folder) if plain else read()
-            )
             adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
+            configuration = read(row.made == "plain_config")
             load = adapter.load_pretrained_config(hf_config=configuration)
             config = self.kind(neuron_config, load_config=load)
         for name, value in {**row.values, **dict.fromkeys(row.unset)}.items():
             setattr(config, name, value)
-        self._check_sizes(config, folder)
+        self._check_numbers(config, folder)
         base = importlib.import_module(f"{_LIBRARY}.models.application_base").NeuronApplicationBase
-        tie = "update_state_dict_for_tied_weights"
-        if getattr(config, "tie_word_embeddings", False) and getattr(self.made, tie) is getattr(
-            base, tie
-        ):
-            msg = f"the model ties its embeddings, and {self.made.__name__} in {self.code.folder} has no {tie}"
+        ties = self.made.update_state_dict_for_tied_weights
+        is_base = ties is base.update_state_dict_for_tied_weights
+        if getattr(config, "tie_word_embeddings", False) and is_base:
+            msg = (
+                f"the model ties its embeddings, and {self.made.__name__} in {self.code.folder} has no "
+                "update_state_dict_for_tied_weights. Take other code"
+            )
             raise BackendError(msg)
         return config
 
-    def _check_sizes(self, config: Any, folder: Path) -> None:  # noqa: ANN401
-        facts = ModelFacts.from_config(json.loads((folder / "config.json").read_bytes()))
-        for name, of_facts in _SIZES.items():
-            value, wanted = getattr(config, name, None), getattr(facts, of_facts)
+    def _check_numbers(self, config: Any, folder: Path) -> None:  # noqa: ANN401
+        raw = read_json(folder / "config.json")
+        facts = ModelFacts.from_config(raw)
+        numbers = {name: getattr(facts, of_facts) for name, of_facts in _SIZES.items()}
+        positions = {**raw, **rotary_fields(SimpleNamespace(**raw))}
+        for name, wanted in {**numbers, "rope_theta": positions.get("rope_theta")}.items():
+            value = getattr(config, name, None)
             if None not in {value, wanted} and value != wanted:
                 msg = (
                     f"{type(config).__name__} in {self.code.folder} has {name}={value}, and config.json of "
@@ -138,11 +140,7 @@ def contributed(code: Code) -> Iterator[Contributed]:
         own = _classes(module, base)
         found.update({each: own[each] for each in own if wanted in {"", each}})
     if len(found) != 1:
-        held = (
-            join_words(found, "or")
-            if found
-            else f"no {wanted or 'subclass of NeuronBaseForCausalLM'}"
-        )
+        held = join_words(found, "or") or f"no {wanted or 'subclass of NeuronBaseForCausalLM'}"
         msg = f"the code in {code.folder} has {held}; name its class with option.nxdi_model_class"
         raise BackendError(msg)
     (made,) = found.values()
