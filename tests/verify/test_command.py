@@ -13,8 +13,11 @@ pytest.importorskip("torch", reason="the reference needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.loading.check import check_all
+from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.verify import start
 from djl_python_neuronx.verify.process import verify_job
+from djl_python_neuronx.verify.report import make_report
 from tests.doubles.tiny_models import save_tiny_model
 from tests.verify.planted import ignore_top_p
 
@@ -119,3 +122,28 @@ def test_a_reference_that_does_not_fit_names_the_layers_that_do(
     monkeypatch.setattr(start, "available_memory", lambda: 1)
     assert cli.main(["verify", str(model), *FLAGS]) == 1
     assert "take a machine with more memory" in capsys.readouterr().err
+
+
+def test_a_report_estimates_decode_steps_and_leaves_out_what_may_be_a_path(model: Path) -> None:
+    options = {
+        "model_loader": "nxdi",
+        "n_positions": "64",
+        "dtype": "fp32",
+        "tensor_parallel_degree": "1",
+        "max_rolling_batch_size": "2",
+        "override_neuron_config": '{"some_folder": "/home/me"}',
+    }
+    machine = named("inf2.8xlarge")
+    placed = check_all([str(model)], environ={}, overrides=options, machine=machine)
+    (prepared,) = placed.models
+    outcome = {"findings": [{"place": "slot 1", "problem": "?"}], "graphs": [], "draws": []}
+    report = make_report(prepared, outcome, 3, 3)
+    assert report["verdict"] == "wrong"
+    assert report["machine"]["instance_type"] == "inf2.8xlarge"
+    assert report["options"]["max_rolling_batch_size"] == 2
+    assert "/home/me" not in json.dumps(report)
+    # 29,472 parameters and 2 x 64 tokens of 3 layers with keys and values of 2 heads of 8, at 4 bytes; a chip of two
+    # cores reads 820 GB/s.
+    assert report["least_decode_ms"] == pytest.approx(
+        1000 * 4 * (29_472 + 2 * 64 * 3 * 32) / 410e9, rel=0.02
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -12,13 +14,15 @@ import pytest
 
 pytest.importorskip("torch", reason="the reference needs torch")
 
-from djl_python_neuronx import backends
+from djl_python_neuronx import backends, cli
 from djl_python_neuronx.backends import LoadPlan
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.verify.judge import judge
 from djl_python_neuronx.verify.scenarios import run_scenarios
 from tests.backends.nxdi_plans import loaded, nxdi_plan, save_variant
 from tests.backends.tnx_plans import tnx_plan
+from tests.doubles import neuron_machine
+from tests.server.running import TINY_LLAMA
 from tests.verify.planted import FAULTS, assert_named, planted_in
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -113,3 +117,53 @@ def test_a_planted_fault_is_named_by_its_place(
     plan, fault = plan_of(name, checkpoint), FAULTS[planted]
     found = planted_in(plan, fault, tmp_path, monkeypatch, lambda made: running(made, name))
     assert_named(found, fault)
+
+
+COMMAND = {
+    "nxdi": ("context_length_estimate=64", "output_logits=true", "on_device_generation=true"),
+    "tnx": ("context_length_estimate=64",),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [marked(name) for name in COMMAND])
+def test_the_command_compiles_loads_and_reports(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In processes of their own, with the library's files in the compile store; the second run compiles nothing."""
+    machine = f"{neuron_machine.FOLDER / 'bin'}:{os.environ['PATH']}"
+    for variable, value in {
+        "PATH": machine,
+        "NEURON_RT_NUM_CORES": "2",
+        "NEURON_COMPILE_CACHE_URL": str(tmp_path / "store"),
+        "DJL_CACHE_DIR": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(variable, value)
+    options = (
+        *COMMAND[name],
+        f"model_loader={name}",
+        "tensor_parallel_degree=2",
+        "n_positions=128",
+        "max_rolling_batch_size=2",
+        "dtype=bf16",
+    )
+    flags = [word for option in options for word in ("-o", option)]
+    arguments = [
+        "verify",
+        str(TINY_LLAMA),
+        *flags,
+        "--layers",
+        "2",
+        "--quick",
+        "--output",
+        str(tmp_path),
+    ]
+    for compiles in (True, False):
+        status = cli.main([*arguments, "--log-level", "info"])
+        shown = capsys.readouterr()
+        assert status == 0, shown.out + shown.err
+        assert ("compile_needed" in shown.err) == compiles
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["compared"] == "the first 2 of 4 layers alone"
+    assert report["machine"]["cores"] == 2
+    assert not [*(tmp_path / "cache").rglob("verify-*")]
