@@ -10,28 +10,24 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import CompileError, ServingError, revive, to_json
-from djl_python_neuronx.loading.guard import guarded
+from djl_python_neuronx.loading.guarded_job import run_guarded
 from djl_python_neuronx.planning.machines import oom_kills
 from djl_python_neuronx.telemetry import log_settings, setup_logging
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
 
 
@@ -92,32 +88,10 @@ def compile_guarded(
     """
     job = _JOB.dump_json(_Job(backend, plan, target, log_settings()))
     kills = oom_kills()
-    # A file without a name: nothing of it is left, however this process ends.
-    with tempfile.TemporaryFile() as file:
-        file.write(job)
-        file.seek(0)
-        status = _run(file, environ, _Watch(target, neff_cache, forecast))
-        file.seek(len(job))
-        if status != 0:
-            raise _explained(_failure(backend, file.read(), status), kills)
-
-
-def _run(file: IO[bytes], environ: Mapping[str, str], watch: _Watch) -> int:
-    """Run the job in a separate process, and report its progress. Returns the process's status."""
-    command = guarded(backends.python_command(__name__))
-    process = subprocess.Popen(command, stdin=file, env=dict(environ))  # noqa: S603
-    try:
-        while process.poll() is None:
-            watch.report()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_EVERY_S)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)  # in case it is stopped
-            process.wait()
-    watch.report()
-    return process.returncode
+    watch = _Watch(target, neff_cache, forecast)
+    status, outcome = run_guarded(__name__, job, environ, look=watch.report)
+    if status != 0:
+        raise _explained(_failure(backend, outcome, status), kills)
 
 
 def _failure(backend: str, outcome: bytes, status: int) -> ServingError:

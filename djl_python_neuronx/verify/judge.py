@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,7 +52,8 @@ def judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
         ServingError: the reference cannot be loaded.
     """
     reference = Reference(plan, "float32")
-    eos_ids, logits = reference.eos_ids, record.logits
+    logits = record.logits
+    eos_ids = {token for token in reference.eos_ids if token < record.spec.vocab_size}
     exact = {place: logits.add(row) for place, row in _run(record, reference)}
     del reference
     usual = dict.fromkeys(exact, 0.0)
@@ -81,8 +82,8 @@ def judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
         )
     if not groups["all graphs"]:
         left_out.append("graphs: the device gives neither logits nor greedy tokens")
-    if not eos_ids:
-        left_out.append("the end of texts, of which transformers knows nothing")
+    if not eos_ids or not record.spec.eos_ids:
+        left_out.append("the end of texts, of which the model's files say nothing")
     found = [*_locate(groups), *record.failures, *_others(record, eos_ids, draws)]
     return {
         "findings": [one._asdict() for one in found],
@@ -230,10 +231,10 @@ def _ranges(some: set[int], every: Sequence[int]) -> str:
 
 
 def _others(
-    record: Record, eos_ids: frozenset[int], draws: Sequence[Mapping[str, Any]]
+    record: Record, eos_ids: Collection[int], draws: Sequence[Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    if eos_ids and record.spec.eos_ids != eos_ids:
-        served, wanted = sorted(record.spec.eos_ids), sorted(eos_ids)
+    served, wanted = sorted(record.spec.eos_ids), sorted(eos_ids)
+    if served and wanted and served != wanted:
         yield Finding("end of text", f"texts end with {served}, in transformers with {wanted}")
     for draw in draws:
         if not draw["right"]:

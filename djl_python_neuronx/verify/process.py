@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from djl_python_neuronx import backends
 from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.errors import BackendError, ServingError, load_failure, revive, to_json
 from djl_python_neuronx.loading.engine_process import ModelJob
-from djl_python_neuronx.loading.guard import guarded
+from djl_python_neuronx.loading.guarded_job import run_guarded
 from djl_python_neuronx.telemetry import setup_logging
 from djl_python_neuronx.verify.scenarios import run_scenarios
 
@@ -63,24 +60,8 @@ def verify_guarded(job: Job, environ: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ServingError: as `verify_job`; a `BackendError` if the process ended without a result.
     """
-    given = _JOB.dump_json(job)
-    # A file without a name: nothing of it is left, however the process ends.
-    with tempfile.TemporaryFile() as file:
-        file.write(given)
-        file.seek(0)
-        command = guarded(backends.python_command(__name__))
-        # Libraries print to standard output, which is the verdict's.
-        process = subprocess.Popen(  # noqa: S603
-            command, stdin=file, stdout=_STANDARD_ERROR, env=dict(environ)
-        )
-        try:
-            status = process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        file.seek(len(given))
-        result = file.read()
+    # Libraries print to standard output, which is the verdict's.
+    status, result = run_guarded(__name__, _JOB.dump_json(job), environ, stdout=_STANDARD_ERROR)
     if status == 0:
         found: dict[str, Any] = json.loads(result)
         return found

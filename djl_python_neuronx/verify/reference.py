@@ -38,12 +38,8 @@ class Reference:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens with which transformers ends a text."""
-        named = self._model.generation_config.eos_token_id
-        return (
-            frozenset()
-            if named is None
-            else frozenset([*named] if isinstance(named, list) else [named])
-        )
+        named = getattr(self._model.generation_config, "eos_token_id", None)
+        return frozenset([] if named is None else named if isinstance(named, list) else [named])
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], positions: Sequence[int]) -> Float32Array:

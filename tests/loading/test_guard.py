@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.loading import compile_process
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess
 from djl_python_neuronx.loading.guard import guarded
+from djl_python_neuronx.loading.guarded_job import run_guarded
 from tests.processes import alive, children, command_line, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard is for Linux")
@@ -105,7 +105,7 @@ def test_a_guard_that_is_stopped_goes_on_when_the_starter_is_killed(started):
     assert all_gone([guard, *tree])
 
 
-def test_a_guard_that_is_stopped_goes_on_when_an_engine_or_a_compile_is_ended(monkeypatch):
+def test_a_guard_that_is_stopped_goes_on_when_an_engine_or_a_job_is_ended(monkeypatch):
     monkeypatch.setattr(backends, "python_command", lambda _: ["sleep", "600"])
     engine = EngineProcess(EngineJob(models=()), os.environ)
     os.kill(engine._process.pid, signal.SIGSTOP)
@@ -118,14 +118,13 @@ def test_a_guard_that_is_stopped_goes_on_when_an_engine_or_a_compile_is_ended(mo
 
     before = set(guards())
 
-    class Watch:
-        def report(self):
-            (guard,) = wait_until(lambda: set(guards()) - before)
-            os.kill(guard, signal.SIGSTOP)
-            raise KeyboardInterrupt
+    def interrupt():
+        (guard,) = wait_until(lambda: set(guards()) - before)
+        os.kill(guard, signal.SIGSTOP)
+        raise KeyboardInterrupt
 
-    with Path(os.devnull).open("rb") as nothing, pytest.raises(KeyboardInterrupt):
-        compile_process._run(nothing, os.environ, Watch())
+    with pytest.raises(KeyboardInterrupt):
+        run_guarded("", b"", os.environ, look=interrupt)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -84,7 +84,7 @@ def running(plan: LoadPlan, name: str) -> Iterator[Backend]:
             yield backend
 
 
-@pytest.mark.parametrize("name", map(marked, WAYS))
+@pytest.mark.parametrize("name", [marked(name) for name in WAYS])
 def test_a_sound_model_is_right(name: str, checkpoint: Path) -> None:
     plan = plan_of(name, checkpoint)
     with running(plan, name) as backend:
