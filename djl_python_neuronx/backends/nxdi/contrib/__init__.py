@@ -91,6 +91,7 @@ class _Finder(MetaPathFinder):
         content = code.files.get(found, b"") if file else b""
         path_of = code.folder / model_code.SOURCE / found
         loader = _Source(digest, content, path_of, is_package=is_package)
+        # Not spec_from_file_location: Python's own finder would take a package's modules from its folder, unhashed.
         spec = spec_from_loader(fullname, loader, origin=str(path_of), is_package=is_package)
         if spec is not None:
             spec.has_location = True
