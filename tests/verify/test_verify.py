@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the reference needs torch")
@@ -13,7 +14,8 @@ pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transf
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import LoadPlan
-from djl_python_neuronx.verify.judge import judge
+from djl_python_neuronx.verify.judge import judge, p_value
+from djl_python_neuronx.verify.reference import distribution
 from djl_python_neuronx.verify.scenarios import run_scenarios
 from tests.doubles.tiny_models import save_tiny_model
 from tests.verify.planted import FAULTS, assert_named, planted_in
@@ -72,3 +74,24 @@ def test_each_planted_fault_is_named_by_its_place(
         lambda plan: closing(backends.get("cpu").load(plan)),
     )
     assert_named(found, FAULTS[name])
+
+
+def test_a_test_of_draws_rejects_as_many_right_ones_as_it_states_and_wrong_ones() -> None:
+    """Also where probabilities are known up to a fifth only: then it rejects fewer right ones, and still wrong ones."""
+    random = np.random.default_rng(5)
+    logits = random.normal(0, 2, 200).astype(np.float32)
+    wanted = distribution(logits, {"temperature": 1.0, "top_k": 20})
+    drawn = [random.choice(200, 256, p=wanted) for _ in range(400)]
+    rejected = [
+        sum(p_value(tokens, wanted, slack) < 0.05 for tokens in drawn) for slack in (0.0, 0.2)
+    ]
+    assert 5 < rejected[0] < 40  # of 400, 20 on the average, with a deviation of 4.4
+    assert rejected[1] < rejected[0]
+    for other in (
+        {"temperature": 1.5},
+        {"temperature": 4.0, "top_k": 20},
+        {"temperature": 1.0, "top_k": 4},
+    ):
+        tokens = random.choice(200, 256, p=distribution(logits, other))
+        assert p_value(tokens, wanted) < 1e-6
+        assert p_value(tokens, wanted, 0.2) < 1e-3
