@@ -58,6 +58,7 @@ class Driver:
             own = salt or f"verify-{self._num_joined}"
             starts.append(self.backend.acquire(slot, self._tokens(texts[slot], 0, end), 0, own))
         while starts != ends:
+            self._leave_full()
             decode, room = None, self.spec.prefill_buckets[-1]
             if self.spec.mixed_steps and self.live:
                 decode, room = self._rows(), room - len(self.live)
@@ -70,8 +71,7 @@ class Driver:
 
     def decode(self, *, width: int = 1, wants: Want | None = None, keep: bool = True) -> None:
         """Run the next `width` tokens of every live slot; full ones leave before. `keep`: record the outputs."""
-        limit = self.spec.max_model_len - width
-        self.leave(*[slot for slot, (_, filled) in self.live.items() if filled > limit])
+        self._leave_full(width)
         if self.live:
             self._run(Step(decode=self._rows(width, wants)), {}, keep=keep)
 
@@ -80,6 +80,10 @@ class Driver:
         self.backend.release(slots)
         for slot in slots:
             del self.live[slot]
+
+    def _leave_full(self, width: int = 1) -> None:
+        limit = self.spec.max_model_len - width
+        self.leave(*[slot for slot, (_, filled) in self.live.items() if filled > limit])
 
     def _tokens(self, text: int, start: int, end: int) -> list[int]:
         return self.record.texts[text][start:end]

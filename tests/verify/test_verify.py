@@ -95,3 +95,21 @@ def test_a_test_of_draws_rejects_as_many_right_ones_as_it_states_and_wrong_ones(
         tokens = random.choice(200, 256, p=distribution(logits, other))
         assert p_value(tokens, wanted) < 1e-6
         assert p_value(tokens, wanted, 0.2) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        (8, 24, (10,), (24,), True),
+        (1, 8, (8,), (8,), False),
+        (2, 2, (2,), (2,), False),
+        (12, 16, (4, 16), (16,), False),
+        (1, 64, (4,), (64,), False),
+    ],
+)
+def test_a_sound_model_of_tight_shapes_is_right(checkpoint: Path, shapes: Any) -> None:
+    """Slots that are full before a scenario ends, as many rows as a mixed step has room for, prompts of a token."""
+    plan = LoadPlan(checkpoint, *shapes[:-1], num_threads=1, mixed_steps=shapes[-1])
+    found = judge(run_scenarios(backends.get("cpu").load(plan), quick=True), plan)
+    assert found["findings"] == []
+    assert found["left_out"] == ["the end of texts, of which the model's files say nothing"]
