@@ -11,12 +11,10 @@ whose compile fills the store with a Neuron library, is not counted. `--runs 0` 
 * `total_s`: from the server's start until the first token of a request, which is sent when the server is ready.
 * `bound_s`: the aim, 1.2 times the weights' bytes by the measured rate, and 5 s. `ratio`: `total_s` to it.
 * The parts are consecutive. `front`: imports and settings. `graphs`: the compile's facts and its files' hashes.
-  `import`: the engine process until it loads. `load`: reading, dividing and handing over, with the library's import
-  where the backend imports it then. `check`: tables of grammars, and what else precedes the first graph. `warm_up`:
-  each graph once. `token`: the first request.
+  `import`: the engine process with its libraries. `load`: reading, dividing and handing over, which the libraries do in
+  one call. `heap`: a collection of Python's garbage. `warm_up`: each graph once. `token`: the first request.
 * `read_s`: when the reader ahead had read everything, from its start; beside the other parts.
-* `library`: what the library itself logs of its parts, in seconds.
-* `cpu_s`: processor time of all processes. Above `total_s` with one core's work means that the machine had other work.
+* `cpu_s`: processor time of all processes.
 """
 
 from __future__ import annotations
@@ -54,11 +52,13 @@ _EVENTS = {
     "graphs": r"engine_started ",
     "import": r"stage='loading the model'",
     "load": r"\bloaded backend=(?!.*copies=)",
-    "check": r"stage='running every graph once'",
+    "heap": r"stage='running every graph once'",
     "warm_up": r"\bready url=",
 }
 """Each part -> the line of the log with which it ends."""
-_LIBRARY = re.compile(r"((?:Finished|Done|Completed) .{0,60}?) in:? ([\d.]+) ?s", re.IGNORECASE)
+_IMPORTED = re.compile(r"imported module=\S+ seconds=([\d.]+)")
+_LOADED = re.compile(r"loaded backend=cpu (?!.*copies=).*seconds=([\d.]+)")
+"""The cpu backend's time is without its imports, that of others includes them."""
 _READ = re.compile(r"read_ahead bytes=\d+ of=\d+ seconds=([\d.]+)")
 
 
@@ -92,15 +92,14 @@ def main() -> int:
         start(model, options, environ)
         rows = [measured(model, options, environ, arguments.rate) for _ in range(arguments.runs)]
     if rows:
-        names = [name for name, value in rows[0].items() if isinstance(value, float)]
-        median = {name: round(statistics.median(row[name] for row in rows), 2) for name in names}  # type: ignore[type-var]
+        median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         print_rows([*rows, {"median of": len(rows), **median}], as_json=arguments.json)
     return 0
 
 
 def measured(
     model: Path, options: Mapping[str, str], environ: Mapping[str, str], rate: float | None
-) -> dict[str, object]:
+) -> dict[str, float]:
     """Return the row of one cold start."""
     files = sorted(model.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
@@ -110,7 +109,7 @@ def measured(
         drop(files)
         row = start(model, options, environ)
     bound_s = FACTOR * size / rate_bytes + FIXED_S
-    ratio = float(str(row["total_s"])) / bound_s
+    ratio = row["total_s"] / bound_s
     found = {"mb": size / 1e6, "mb_per_s": rate_bytes / 1e6, "bound_s": bound_s, "ratio": ratio}
     return {**{name: round(value, 2) for name, value in found.items()}, **row}
 
@@ -181,37 +180,39 @@ def start(model: Path, options: Mapping[str, str], environ: Mapping[str, str]) -
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
-            ends_s, library, read_s = follow(server.stderr)
+            ends_s, imports_s, read_s = follow(server.stderr)
             ask(port)
             ends_s["token"] = time.perf_counter()
         finally:
             server.send_signal(signal.SIGTERM)
             server.stderr.read()
-    row: dict[str, object] = {"total_s": round(ends_s["token"] - began_s, 2)}
+    parts: dict[str, float] = {}
     before_s = began_s
     for name, at_s in ends_s.items():
-        row[name] = round(at_s - before_s, 2)
-        before_s = at_s
-    row |= {"read_s": read_s, "cpu_s": round(children_cpu_s() - cpu_s, 2)}
-    return {**row, "library": library} if library else row
+        parts[name], before_s = at_s - before_s, at_s
+    parts["import"], parts["load"] = parts["import"] + imports_s, parts["load"] - imports_s
+    row = {"total_s": ends_s["token"] - began_s, **parts, "read_s": read_s}
+    row["cpu_s"] = children_cpu_s() - cpu_s
+    return {name: round(value, 2) for name, value in row.items()}
 
 
-def follow(log: IO[str]) -> tuple[dict[str, float], dict[str, float], float]:
-    """Read a server's log until it is ready. Returns when each part ended, the library's parts, and the reader's."""
+def follow(log: IO[str]) -> tuple[dict[str, float], float, float]:
+    """Read a log until the server is ready. Returns the end of each part, the imports of a load, the reader's time."""
     ends_s: dict[str, float] = {}
-    library: dict[str, float] = {}
-    lines, read_s = [], 0.0
+    lines, imports_s, read_s = [], 0.0, 0.0
     for line in log:
         lines.append(line)
         for name, pattern in _EVENTS.items():
             if name not in ends_s and re.search(pattern, line):
                 ends_s[name] = time.perf_counter()
-        if found := _LIBRARY.search(line):
-            library[found[1]] = library.get(found[1], 0.0) + float(found[2])
+        if found := _IMPORTED.search(line):
+            imports_s += float(found[1])
+        if found := _LOADED.search(line):
+            imports_s = ends_s["load"] - ends_s["import"] - float(found[1])
         if found := _READ.search(line):
             read_s = float(found[1])
         if "warm_up" in ends_s:
-            return {name: ends_s[name] for name in _EVENTS if name in ends_s}, library, read_s
+            return {name: ends_s[name] for name in _EVENTS}, imports_s, read_s
     sys.exit("the server ended:\n" + "".join(lines[-20:]))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -18,6 +21,8 @@ from djl_python_neuronx.errors import (
     did_you_mean,
 )
 from djl_python_neuronx.planning.backend_choice import SETUP_GUIDE, libraries
+
+logger = logging.getLogger(__name__)
 
 ADVICE = f"Install the Neuron packages as the AWS Neuron setup guide says ({SETUP_GUIDE})"
 
@@ -35,11 +40,15 @@ def import_library(package: str, module: str) -> Any:  # noqa: ANN401  (a module
             f"the installed {' and '.join(fakes)} is PyPI's placeholder, not the library. {ADVICE}"
         )
         raise BackendUnavailableError(message)
+    began, is_new = time.monotonic(), module not in sys.modules
     try:
-        return importlib.import_module(module)
+        imported = importlib.import_module(module)
     except Exception as error:
         message = f"{package} cannot be imported: {type(error).__name__}: {error}. {ADVICE}"
         raise BackendUnavailableError(message) from error
+    if is_new:
+        logger.info("imported module=%s seconds=%.2f", module, time.monotonic() - began)
+    return imported
 
 
 def check_keywords(
