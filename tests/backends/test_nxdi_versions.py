@@ -33,7 +33,7 @@ from djl_python_neuronx.planning.plan import library_arguments
 from djl_python_neuronx.server.app import Application
 from djl_python_neuronx.server.models import Model
 from tests.backends.nxdi_plans import VARIANTS, loaded, log_lines, obtained
-from tests.backends.tnx_engine import assert_greedy
+from tests.backends.tnx_engine import assert_greedy, assert_like_alone
 from tests.config import library_names as real
 from tests.doubles.tiny_models import load_reference, save_tiny_model
 from tests.doubles.toy_service import toy_service
@@ -187,14 +187,25 @@ def answer(url: str, prompt: list[int], count: int) -> list[int]:
     return [int(token.removeprefix("token_id:")) for token in tokens]
 
 
+STEPS: Mapping[str, Mapping[str, str]] = {
+    "device": {"on_device_generation": "true"},
+    "ahead": {"on_device_generation": "true", "async_execution": "true"},
+    "both": {"on_device_generation": "true", "output_logits": "true"},
+    "few": {"token_generation_batches": "1,2"},
+}
+
+
 @pytest.mark.nightly
-def test_decode_graphs_for_few_sequences_are_an_error_before_0_8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", STEPS)
+def test_other_steps_give_the_same_tokens(tmp_path: Path, way: str) -> None:
+    """The device samples, also ahead of the host; decode graphs for few sequences, which 0.8 has first."""
     folder = save_tiny_model("llama", tmp_path / "model", vocab_size=VOCAB_SIZE)
-    more = {"token_generation_batches": "1,2"}
-    if installed() < (0, 8):
+    more = {"tensor_parallel_degree": "2", **STEPS[way]}
+    if way == "few" and installed() < (0, 8):
         with pytest.raises(ServingError, match=r"0\.8 \(SDK 2\.28\) is the first"):
             obtained(folder, tmp_path, **more)
         return
     made = obtained(folder, tmp_path, **more)
     with loaded(made.plan, made.folder) as backend:
-        assert backend.spec.decode_slots == (1, 2, 4)
+        assert backend.spec.decode_slots == ((1, 2, 4) if way == "few" else ())
+        assert assert_like_alone(backend, load_reference(folder), seed=5, num_requests=20) > 200
