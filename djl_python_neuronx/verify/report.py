@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from djl_python_neuronx.config.values import jsonable
+from djl_python_neuronx.loading.own_model import code_facts
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.plan import graph_options
 from djl_python_neuronx.planning.sdks import machine_versions
@@ -32,7 +33,7 @@ def make_report(
     """
     case, machine, memory = prepared.case, prepared.machine, prepared.planned.memory
     values = prepared.options.model_dump(mode="json", include={*_OPTIONS})
-    values |= graph_options(prepared.options, prepared.backend)
+    values |= graph_options(prepared.options, prepared.backend) | code_facts(case.code)
     report = {
         "verdict": "wrong" if outcome["findings"] else "right",
         "compared": "all layers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transf
 from djl_python_neuronx import cli
 from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.planning.machines import named
+from djl_python_neuronx.planning.nxdi.contrib import Code
 from djl_python_neuronx.verify import start
 from djl_python_neuronx.verify.process import verify_job
 from djl_python_neuronx.verify.report import make_report
@@ -136,11 +138,14 @@ def test_a_report_estimates_decode_steps_and_leaves_out_what_may_be_a_path(model
     machine = named("inf2.8xlarge")
     placed = check_all([str(model)], environ={}, overrides=options, machine=machine)
     (prepared,) = placed.models
+    code = Code(Path("/home/me/code"), "abc123")
+    prepared = replace(prepared, case=replace(prepared.case, code=code))
     outcome = {"findings": [{"place": "slot 1", "problem": "?"}], "graphs": [], "draws": []}
     report = make_report(prepared, outcome, 3, 3)
     assert report["verdict"] == "wrong"
     assert report["machine"]["instance_type"] == "inf2.8xlarge"
     assert report["options"]["max_rolling_batch_size"] == 2
+    assert report["options"]["nxdi_code_sha256"] == "abc123"
     assert "/home/me" not in json.dumps(report)
     # 29,472 parameters and 2 x 64 tokens of 3 layers with keys and values of 2 heads of 8, at 4 bytes; a chip of two
     # cores reads 820 GB/s.
