@@ -59,7 +59,7 @@ class NxdiOptions(OptionGroup):
     output has a copy (docs/nxdi.md)."""
     nxdi_model_class: Annotated[Identifier | None, Option("the name of a class", to=_CODE)] = None
     """Class of that code, where it has several subclasses of `NeuronBaseForCausalLM`."""
-    nxdi_model_code_unverified: Annotated[bool, Option()] = False
+    nxdi_model_code_unverified: Annotated[bool, Option(output="file")] = False
     """Run code of which nothing is known, that is known to be wrong, or beyond what was compared with transformers.
     Without it these are errors."""
 

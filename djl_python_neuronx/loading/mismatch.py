@@ -28,7 +28,7 @@ FLAGS = "cc_flags"
 """The compiler flags of the environment, among what graphs depend on."""
 _SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"}) | PACKAGE_VERSIONS
 """Facts that graphs depend on beside options and flags; unknown for a machine other than this one."""
-_NOT_PINNED = names_where(lambda marker: marker.output != "pinned")
+_PINNED = names_where(lambda marker: marker.output == "pinned")
 
 
 def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resolved:
@@ -45,12 +45,11 @@ def fill_recorded(resolved: Resolved, artifact: Artifact, backend: str) -> Resol
     options = resolved.options
     recorded = dict(artifact.compiled_for)
     if artifact.manifest is not None:
-        pinned = artifact.manifest.effective_options
-        recorded |= {name: pinned[name] for name in pinned.keys() - _NOT_PINNED}
+        recorded |= artifact.manifest.effective_options
     taken = {
         name: value
         for name, value in recorded.items()
-        if name in ServingOptions.model_fields and name not in resolved.origins
+        if name in _PINNED and name not in resolved.origins
     }
     lengths, longest = recorded.get("n_positions"), options.n_positions
     if isinstance(lengths, (list, tuple)) and isinstance(longest, int) and longest in lengths[-1:]:

@@ -120,11 +120,14 @@ def test_an_output_keeps_its_pins_by_its_name(output, tmp_path):
 def test_a_manifest_gives_no_leave_to_run_code(copied, tmp_path):
     path = copied / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["effective_options"] |= {"trust_remote_code": True, "max_waiting": 7}
+    leave = {"trust_remote_code": True, "nxdi_model_code_unverified": True}
+    manifest["effective_options"] |= {**leave, "max_waiting": 7}
+    manifest["facts"]["graph_options"] |= leave
     path.write_text(json.dumps(manifest))
     (tmp_path / "empty").mkdir()
     options = options_of(tmp_path / "empty", model_id=str(copied))
-    assert (options.trust_remote_code, options.max_waiting) == (False, 7)
+    assert {name: getattr(options, name) for name in leave} == dict.fromkeys(leave, False)
+    assert options.max_waiting == 7
 
 
 def test_the_output_pins_what_followed_from_the_machine(output):
