@@ -21,6 +21,8 @@ SOURCE = "src"
 MAX_BYTES = 4 * 2**20
 """Most bytes of all files: the largest folder of NxD Inference 0.9 has 0.3 MB."""
 _MODULE = re.compile(r"modeling_\w+\.py")
+_NAME = re.compile(r"[\w./-]+")
+"""Of files that `sha256sum` writes as they are, and `xargs` passes on."""
 PYTHON = Selection(
     "code",
     lambda names: [
@@ -62,12 +64,15 @@ def read(folder: Path) -> ModelCode:
     Raises:
         ArtifactNotFoundError: there is no `src/modeling_*.py`.
         ArtifactAccessError: a file cannot be read, or is a link out of the folder.
-        ArtifactError: there is more than any model has.
+        ArtifactError: there is more than any model has, or a name that cannot be hashed.
     """
     source, files = folder / SOURCE, {}
     with reading(folder):
         names = file_names(source) if source.is_dir() else set()
         for name in sorted(name for name in names if name.endswith(".py")):
+            if not _NAME.fullmatch(name):
+                msg = f"{source} has a file {name!a}; expected names of letters, digits, _, - and . alone. Rename it"
+                raise ArtifactError(msg)
             with links.opened(source / name, folder) as file:
                 files[name] = file.read(MAX_BYTES)
             if sum(map(len, files.values())) >= MAX_BYTES:

@@ -60,9 +60,10 @@ def _fetched(name: str, settings: Resolved, situation: Situation) -> Path | None
         ArtifactError: it cannot be fetched, or the name is that of a folder.
     """
     origin = f"option.{OPTION}, {settings.origins.get(OPTION, 'default')}"
-    place, at, revision = name.partition("@")
+    is_uri = fetch.uri_scheme(name) is not None
+    place, at, revision = (name, "", "") if is_uri else name.partition("@")
     # Not a name without an owner, which may be that of a folder that is missing.
-    if fetch.uri_scheme(name) is None and not ("/" in name and fetch.is_hub_id(place)):
+    if not is_uri and not ("/" in name and fetch.is_hub_id(place)):
         msg = (
             f"there is no folder {name!r} (from {origin}); expected one with {model_code.SOURCE}/modeling_*.py, "
             f"absolute or relative to the model folder. Put the code there (an output of compile has it in {CODE}), or "

@@ -22,7 +22,7 @@ pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs trans
 import torch
 from safetensors.torch import save_file
 
-from djl_python_neuronx.artifacts import model_code
+from djl_python_neuronx.artifacts import fetch, model_code
 from djl_python_neuronx.backends import LoadPlan, nxdi
 from djl_python_neuronx.backends.nxdi import contrib as imported
 from djl_python_neuronx.backends.nxdi.contrib import VARIABLE, fixes
@@ -202,6 +202,13 @@ def test_the_digest_is_what_sha256sum_computes_and_links_lead_nowhere(tmp_path: 
     with pytest.raises(ArtifactAccessError, match="link out of the model's folder"):
         model_code.read(code)
     (code / "src" / "link.py").unlink()
+    # The first could stand for the line of another file.
+    for name in (b"a.py\n0123  b.py", b"a b.py", b"\xff.py"):
+        path = Path(os.fsdecode(bytes(code / "src") + b"/" + name))
+        path.write_text("")
+        with pytest.raises(ArtifactError, match="expected names of letters"):
+            model_code.read(code)
+        path.unlink()
     (code / "src" / "modeling_toy.py").write_bytes(b"#" * model_code.MAX_BYTES)
     with pytest.raises(ArtifactError, match="more than 4 MiB"):
         model_code.read(code)
@@ -606,6 +613,25 @@ def test_code_of_the_hub_is_fetched_at_its_revision_with_trust_alone(
         assert {name for name, _ in hub.loaded} == files.keys()
     finally:
         hub.close()
+
+
+def test_a_place_in_s3_has_no_revision(
+    tmp_path: Path, made: list[Any], known: Callable[..., Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = write(tmp_path / "code")
+    known(code)
+    fetched: set[tuple[str, str | None]] = set()
+
+    def fetch_here(place: str, *, revision: str | None = None, **how: Any) -> Path:
+        fetched.add((place, revision))
+        return code
+
+    monkeypatch.setattr(fetch, "fetch", fetch_here)
+    place = "s3://bucket/models/granite@v2"
+    options = {"model_loader": "nxdi", "n_positions": "256", "tensor_parallel_degree": "1"}
+    code_options = {"nxdi_model_code": place, "trust_remote_code": "true"}
+    prepare_or_raise(None, TINY, environ={}, overrides={**options, **code_options}, machine=MACHINE)
+    assert fetched == {(place, None)}
 
 
 def test_a_fix_changes_the_module_of_its_row_alone(
