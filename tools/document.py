@@ -135,13 +135,14 @@ Folders below `contrib/models` of NxD Inference's repository, for `option.nxdi_m
 ([options.md](options.md#nxdi_model_code)). Generated from `djl_python_neuronx/planning/nxdi/contrib.toml`, which a run
 on the CPU rig of NxD Inference 0.9 has filled: a tiny random checkpoint of each, in float32, behind the HTTP server,
 continuous batches with joins and slots reused. Each logit is compared with transformers' after the same tokens, on 1
-and on 2 cores. A row is about the source with its digest alone. Folders that are not here were not run: most of them
-take images or sound.
+and on 2 cores. A row is about the source with its digest alone. Folders that are not here were not run: they take
+images or sound, or transformers 4.57 has no class of their model (GLM-5.2, MiniMax-M3, Qwen3.5, Trinity).
 
 *right*: equal on these numbers of cores; anything else is refused unless `nxdi_model_code_unverified=true`. *with*:
 limits, and what this package sets or changes, in memory; fixes are in
 `djl_python_neuronx/backends/nxdi/contrib/fixes.py`. A *stand-in* is another class of transformers that computes the
-same, where it has none of the model's own.
+same, where it has none of the model's own. Switches of config.json other than those compared, such as another
+activation or a bias, are refused too: `check` names them.
 """
 
 _FIELDS_HEAD = """\
@@ -227,11 +228,14 @@ def architectures_page() -> str:
 def _contributed() -> Iterator[str]:
     """Lines of the table of models outside NxD Inference, and the reasons of those that are not right."""
     rows = sorted(contrib.rows().values(), key=lambda row: row.folder.lower())
+    right = sum(row.verdict == "right" for row in rows)
+    yield f"{right} of {len(rows)} are right:"
+    yield ""
     yield "| folder | model_type | right | with |"
     yield "| --- | --- | --- | --- |"
     for row in rows:
-        right = join_words([*map(str, row.degrees)]) if row.verdict == "right" else "–"
-        yield f"| {row.folder} | {', '.join(row.model_types)} | {right} | {'; '.join(_given(row))} |"
+        cores = join_words([*map(str, row.degrees)]) if row.verdict == "right" else "–"
+        yield f"| {row.folder} | {', '.join(row.model_types)} | {cores} | {'; '.join(_given(row))} |"
     yield ""
     whose: dict[str, list[str]] = {}
     for row in rows:

@@ -30,6 +30,8 @@ class Tiny:
     """Fields of its configuration beyond those of `_COMMON`, or in their place."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that are written over those of the class, for the folder alone."""
+    alone: tuple[str, ...] = ()
+    """Numbers of config.json with which the folder computes something else, unless they are the tiny model's."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options that the folder's code needs."""
 
@@ -71,7 +73,20 @@ _WINDOWED = {
 
 FOLDERS: Mapping[str, Tiny] = MappingProxyType(
     {
-        "AFM-4.5B-Base": Tiny("arcee", _WITH_HEAD_DIM),
+        "AFM-4.5B-Base": Tiny(
+            "arcee",
+            {
+                **_WITH_HEAD_DIM,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "original_max_position_embeddings": 16,
+                },
+            },
+        ),
         "Apertus-8B-Instruct-2509": Tiny("apertus", {"rope_scaling": _LLAMA3_ROPE}),
         "DeepSeek-V3": Tiny(
             "deepseek_v3",
@@ -121,6 +136,13 @@ FOLDERS: Mapping[str, Tiny] = MappingProxyType(
                 "residual_multiplier": 1.4 / 3**0.5,
                 "attention_multiplier": 8**-0.5,
                 "logits_scaling": 2.0,
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "factor": 1.0,
+                    "short_factor": [1.0, 1.1, 1.5, 2.0],
+                    "long_factor": [1.5, 3.0, 6.0, 9.0],
+                    "original_max_position_embeddings": MAX_POSITIONS,
+                },
             },
             written={
                 "model_type": "minicpm",
@@ -264,7 +286,8 @@ FOLDERS: Mapping[str, Tiny] = MappingProxyType(
         ),
         "internlm3-8b-instruct": Tiny(
             "llama",
-            _WITH_HEAD_DIM,
+            # as for shorter sequences than max_position_embeddings
+            {**_WITH_HEAD_DIM, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
             written={"model_type": "internlm3", "qkv_bias": False, "bias": False},
         ),
         "lfm2-2.6b": Tiny(
@@ -285,7 +308,9 @@ FOLDERS: Mapping[str, Tiny] = MappingProxyType(
             {**_PLAIN, "partial_rotary_factor": 1.0, "rms_norm_eps": 2e-3},
             written={"model_type": "orion"},
         ),
-        "persimmon-8b-base": Tiny("persimmon", _PLAIN),
+        "persimmon-8b-base": Tiny(
+            "persimmon", {**_PLAIN, "layer_norm_eps": 1e-5}, alone=("layer_norm_eps",)
+        ),
         "phi-1_5": Tiny("phi", _PLAIN),
         "pythia-2.8b": Tiny("gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": True}),
         "recurrentgemma-2b-it": Tiny(
@@ -360,7 +385,11 @@ def compared(name: str) -> dict[str, tuple[Any, ...]]:
         field: value
         for field, value in sorted(made.items())
         if field not in _NO_NUMBER
-        and (isinstance(value, (bool, str)) or (value is None and field in _OFF))
+        and (
+            field in tiny.alone
+            or isinstance(value, (bool, str))
+            or (value is None and field in _OFF)
+        )
     }
     return {
         field: (
