@@ -139,7 +139,7 @@ and on 2 cores. A row is about the source with its digest alone. Folders that ar
 images or sound, or transformers 4.57 has no class of their model (GLM-5.2, MiniMax-M3, Qwen3.5, Trinity).
 
 *right*: equal on these numbers of cores; anything else is refused unless `nxdi_model_code_unverified=true`. *with*:
-limits, and what this package sets or changes, in memory; fixes are in
+most tokens of a sequence, and what this package sets or changes, in memory; fixes are in
 `djl_python_neuronx/backends/nxdi/contrib/fixes.py`. A *stand-in* is another class of transformers that computes the
 same, where it has none of the model's own. Switches of config.json other than those compared, such as another
 activation or a bias, are refused too: `check` names them.
@@ -256,7 +256,7 @@ def _given(row: contrib.Row) -> Iterator[str]:
     yield from (f"`{name}={_plain(value)}`" for name, value in row.values.items())
     yield from (f"no `{name}`" for name in row.unset)
     if row.longest is not None:
-        yield f"up to `{row.longest}` tokens"
+        yield f"up to `{row.longest}`"
     if row.slots is not None:
         yield f"{row.slots} slots at most"
     if row.rotary != ("default",):
