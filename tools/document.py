@@ -260,7 +260,7 @@ def _given(row: contrib.Row) -> Iterator[str]:
     if row.slots is not None:
         yield f"{row.slots} slots at most"
     if row.rotary != ("default",):
-        yield f"`rope_type` {join_words(row.rotary, 'or')}"
+        yield f"{join_words(row.rotary, 'or')} rope"
 
 
 def _features(backend: str, columns: Mapping[str, Capability]) -> Iterator[str]:
