@@ -255,7 +255,7 @@ def _given(row: contrib.Row) -> Iterator[str]:
         yield f"fix `{row.fix}`"
     yield from (f"`{name}={_plain(value)}`" for name, value in row.values.items())
     yield from (f"no `{name}`" for name in row.unset)
-    if row.longest is not None:
+    if row.longest not in {None, "max_position_embeddings"}:
         yield f"up to `{row.longest}`"
     if row.slots is not None:
         yield f"{row.slots} slots at most"
