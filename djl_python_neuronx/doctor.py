@@ -44,6 +44,8 @@ _PROBE_S, _ANSWER_S = 30.0, 5.0
 _REFUSED_S, _DRIFTED_S = 300.0, 30.0
 """AWS refuses signatures that are 5 minutes off, S3 those of 15 (its MaxAllowedSkewMilliseconds is 900000)."""
 _FEW_BYTES = 20 * 2**30
+_DOMAIN, _DOMAINS = "amazonaws.com", {"cn-": "amazonaws.com.cn", "eusc-": "amazonaws.eu"}
+"""The domain of AWS, and those of regions with such a name. Source: botocore 1.40, endpoints.json."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +351,8 @@ def _network(host: Host) -> Iterator[Line]:
     """Yield whether the hub and S3 answer, and this machine's clock beside theirs."""
     environ = host.environ
     for scheme, place in getproxies().items():
-        yield Fact("network", f"proxy, {scheme}", place)
+        # It need not be a URI, as redacted() expects.
+        yield Fact("network", f"proxy, {scheme}", place.rpartition("@")[2])
     hub = HubSettings.of(environ)
     if hub.offline:
         yield Fact("network", "hub", f"not used: {hub.offline}")
@@ -357,7 +360,8 @@ def _network(host: Host) -> Iterator[Line]:
         yield from _reach("hub", hub.site, "HF_ENDPOINT")
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     named = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
-    site = redacted(named or f"https://s3.{region}.amazonaws.com")
+    domain = next((one for start, one in _DOMAINS.items() if region.startswith(start)), _DOMAIN)
+    site = redacted(named or f"https://s3.{region}.{domain}")
     yield from _reach("S3", site, "AWS_ENDPOINT_URL, AWS_REGION")
 
 
@@ -379,7 +383,7 @@ def _reach(name: str, site: str, variable: str) -> Iterator[Line]:
     except HTTPError as error:
         status, headers = error.code, error.headers
     except (OSError, HTTPException, ValueError) as error:
-        reason = redacted(str(getattr(error, "reason", error)))
+        reason = redacted(str(getattr(error, "reason", error))).rpartition("@")[2]
         yield Fact("network", name, f"{site} does not answer")
         yield _find("no_answer", site=site, reason=reason, variable=variable)
         return

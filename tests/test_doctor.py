@@ -382,6 +382,30 @@ def test_network_and_clock(machine, diagnose, site, how, expected):
     assert not any("secret" in str(one) for one in (asked, found.as_json(), [*found.blocks()]))
 
 
+@pytest.mark.parametrize("proxy", ["", "me:s3cret@", "http://me:s3cret@", "me:/s3cr@et@"])
+def test_no_credentials_of_a_proxy_are_shown(machine, diagnose, monkeypatch, proxy):
+    """A proxy need not be a URI."""
+    monkeypatch.setenv("https_proxy", f"{proxy}127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    machine.environ["AWS_ENDPOINT_URL"] = "https://127.0.0.1:1"
+    found = diagnose()
+    assert Fact("network", "proxy, https", "127.0.0.1:1") in found.facts
+    assert "no_answer" in named(found)
+    assert "s3cr" not in str([found.as_json(), *found.blocks()])
+
+
+def test_s3_has_the_domain_of_its_region(monkeypatch):
+    asked = []
+    monkeypatch.setattr(doctor, "_reach", lambda name, site, _: asked.append(site) or ())
+    for region in ("us-gov-west-1", "cn-north-1", "eusc-de-east-1"):
+        [*doctor._network(Host({"AWS_REGION": region, "HF_HUB_OFFLINE": "1"}))]
+    assert asked == [
+        "https://s3.us-gov-west-1.amazonaws.com",
+        "https://s3.cn-north-1.amazonaws.com.cn",
+        "https://s3.eusc-de-east-1.amazonaws.eu",
+    ]
+
+
 def test_sites_that_do_not_answer(machine, diagnose, monkeypatch):
     monkeypatch.setattr(doctor, "_ANSWER_S", 0.2)
     with (
