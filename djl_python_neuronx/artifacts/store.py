@@ -5,7 +5,7 @@
     .work/<key>.<token> an unfinished one, handed to the next attempt at the same key
     .locks/<key>        held during a compile or download; <key>.json names the holder
     .pushed/<key>       the mirror has it
-    .failed/<key>       a compile that would fail again, in words; a mirror never has it
+    .failed/<key>-<v>   a compile that would fail again with version v of this package, in words; a mirror never has it
     .copies/            see `copy_once`
     .trash/             being removed
 """
@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import (
@@ -246,7 +246,8 @@ class CompileStore:
                 except BackendError as error:
                     _note_failure(root, facts, error)
                     raise
-                (root / ".failed" / facts.key).unlink(missing_ok=True)
+                with suppress(OSError):  # it may be another user's
+                    _failure_note(root, facts).unlink()
             self._push(found, facts, root)
             remove_stale(root / ".work", root / ".locks")
         return found
@@ -272,7 +273,7 @@ class CompileStore:
         failure = ""
         for root in self._roots:
             with suppress(OSError):
-                failure = failure or (root / ".failed" / facts.key).read_text("utf-8", "replace")
+                failure = failure or _failure_note(root, facts).read_text("utf-8", "replace")
         return Miss(facts, next(iter(damages), None), self.nearest(facts), failure)
 
     def _writable_root(self) -> Path:
@@ -428,9 +429,15 @@ def _note_failure(root: Path, facts: CompileFacts, error: BackendError) -> None:
     if error.lasting:
         when = datetime.now(timezone.utc).isoformat(" ", "minutes")
         with suppress(OSError):
-            (root / ".failed").mkdir(exist_ok=True)
-            with whole_file(root / ".failed" / facts.key) as temporary:
+            note = _failure_note(root, facts)
+            note.parent.mkdir(exist_ok=True)
+            with whole_file(note) as temporary:
                 temporary.write_text(f"{when}, {facts.compiler} {facts.compiler_version}: {error}")
+
+
+def _failure_note(root: Path, facts: CompileFacts) -> Path:
+    """Return the file for the failure of a compile. Another version of this package may mend it."""
+    return root / ".failed" / f"{facts.key}-{manifests.package_version()}"
 
 
 def _read_manifest(folder: Path) -> Manifest | None:
@@ -478,7 +485,7 @@ def remove_stale(root: Path, locks: Path, *, stale_s: float = _STALE_S) -> None:
             with FileLock(locks / folder.name.partition(".")[0].removesuffix("-pull"), timeout=0):
                 shutil.rmtree(folder, ignore_errors=True)
                 logger.info("work_removed folder=%s", folder)
-        except Timeout:
+        except OSError:  # held by another process (filelock's Timeout is one), or another user's
             continue
 
 

@@ -19,7 +19,6 @@ from djl_python_neuronx.errors import (
     ServingError,
     StepError,
 )
-from djl_python_neuronx.planning.defects import recognised
 
 _TAIL_LINES = 15
 _LINE_LENGTH = 400
@@ -31,16 +30,18 @@ _COMPILER = re.compile(
 # Source: users' reports of compiles that the kernel has killed, Python's texts for a child that a signal has ended
 # (subprocess, concurrent.futures), and that of C++ for an allocation that fails.
 _KILLED = re.compile(
-    r"SIGKILL|\bF137\b|\bkilled\b|(?:code|status|with)[=: ]*(?:-9|137)\b|terminated abruptly|bad_alloc|MemoryError",
-    re.IGNORECASE,
+    r"SIGKILL|\bF137\b|(?:^|(?:neuronx-cc|was|forcibly|error:) )killed\b|terminated abruptly|bad_alloc|MemoryError"
+    r"|(?:code|status|failed with)[=: ]*(?:-9|137)\b",
+    re.IGNORECASE | re.MULTILINE,
 )
-# Codes of the compiler's own errors (`NCC_IXCG856`, `XCG863`, `F134`), and the status of such an end.
-_REFUSED = re.compile(
-    r"\[(?:NCC_)?[A-Z]+\d{3}\]|NCC_[A-Z]+\d{3}|internal compiler error|(?:status|code|with)[=: ]*70\b",
-    re.IGNORECASE,
-)
+# Codes of the compiler's own errors (`NCC_IXCG856`, `XCG863`, `F134`). It ends with status 70, and calls it an internal
+# compiler error, whatever the exception.
+_REFUSED = re.compile(r"\[(?:NCC_)?[A-Z]+\d{3}\]|NCC_[A-Z]+\d{3}", re.IGNORECASE)
+# Errors of Python, and the texts of the C library for errors of the system.
 _OF_MACHINE = re.compile(
-    r"no space left|\bENOSPC\b|quota exceeded|permission denied|cannot open shared object|SIG(?:TERM|INT)\b",
+    r"\[Errno \d+\]|(?:Import|ModuleNotFound)Error|cannot open shared object|SIG(?:TERM|INT)\b|no space left"
+    r"|\bENOSPC\b|quota exceeded|permission denied|operation not permitted|too many open files|input/output error"
+    r"|resource temporarily unavailable|read-only file system|no such file or directory",
     re.IGNORECASE,
 )
 """Failures that another machine, or a later attempt, need not have."""
@@ -170,12 +171,13 @@ def of_load(error: Exception, what: str, work_dir: Path | None = None) -> Servin
     if isinstance(error, ServingError):
         return error
     text, fault = _describe(error), _find(error)
+    output = f"{type(error).__name__}: {error}"
     if fault is None:
         if isinstance(error, FileNotFoundError):
             return ArtifactNotFoundError(
                 f"{what} cannot be loaded, a file is missing: {text}. Copy or fetch it again"
             )
-        if (failed := _failed_compile(error, what, text, work_dir)) is not None:
+        if (failed := _failed_compile(error, what, output, work_dir)) is not None:
             return failed
         refused = isinstance(error, AssertionError)
         advice = (
@@ -185,25 +187,35 @@ def of_load(error: Exception, what: str, work_dir: Path | None = None) -> Servin
     message = f"{what} cannot be loaded: {text}. {fault.advice}"
     found = _ERRORS.get(fault.kind, BackendUnavailableError)(message)
     if isinstance(found, DeviceMemoryError):
-        found.host_full, found.lasting = fault is _HOST_MEMORY, bool(_REFUSED.search(text))
+        refused = _REFUSED.search(output) is not None
+        _judge(found, f"{output}\n{_log(work_dir)[1]}", refused=refused)
     return found
 
 
 def _failed_compile(
-    error: Exception, what: str, text: str, work_dir: Path | None
+    error: Exception, what: str, output: str, work_dir: Path | None
 ) -> CompileError | None:
     """Return the error of a compiler that failed; None if `error` is another's."""
-    log = _log(work_dir) or text
-    output = f"{error}\n{log}"
-    row = recognised(output)
-    if isinstance(error, OSError) or not (row or _COMPILER.search(text)):
+    # Its table of versions and their parser, which no other start needs.
+    from djl_python_neuronx.planning.defects import recognised
+
+    name, whole = _log(work_dir)
+    log = f"{name}:\n{_tail(whole)}" if name else _describe(error)
+    end = f"{output}\n{log}"
+    row = recognised(end)
+    if isinstance(error, OSError) or not (row or _COMPILER.search(_describe(error))):
         return None
     known = f"; {row.report}" if row else ""
     failed = CompileError(f"{what} does not compile{known}. The end of the log:\n{log}")
-    failed.host_full = _KILLED.search(output) is not None
-    refused = row is not None or _REFUSED.search(output) is not None
-    failed.lasting = refused and not failed.host_full and not _OF_MACHINE.search(output)
+    refused = row is not None or _REFUSED.search(end) is not None
+    _judge(failed, f"{output}\n{whole}", refused=refused)
     return failed
+
+
+def _judge(failed: BackendError, output: str, *, refused: bool) -> None:
+    """Set `host_full` and `lasting` of an error by all that the compiler wrote, if it refused the graph."""
+    failed.host_full = any(one.search(output) for one in (_KILLED, _HOST_MEMORY.pattern))
+    failed.lasting = refused and not failed.host_full and not _OF_MACHINE.search(output)
 
 
 def of_step(error: Exception, what: str) -> BackendError:
@@ -238,16 +250,16 @@ def _describe(error: Exception) -> str:
     return f"{text} ({place})" if text else place
 
 
-def _log(work_dir: Path | None) -> str | None:
-    """Return the end of the newest log of the compiler below `work_dir` that has an error, after its name."""
+def _log(work_dir: Path | None) -> tuple[str, str]:
+    """Return name and text of the newest log of the compiler below `work_dir` that has an error; empty if none has."""
     if work_dir is None:
-        return None
+        return "", ""
     texts = {log: log.read_text(errors="replace") for log in work_dir.rglob(_COMPILER_LOG)}
     failed = [log for log, text in texts.items() if "ERROR" in text]
     if not failed:
-        return None
+        return "", ""
     newest = max(failed, key=lambda log: log.stat().st_mtime)
-    return f"{newest.relative_to(work_dir)}:\n{_tail(texts[newest])}"
+    return str(newest.relative_to(work_dir)), texts[newest]
 
 
 def _tail(text: str) -> str:

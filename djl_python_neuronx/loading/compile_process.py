@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import CompileError, ServingError, revive, to_json
+from djl_python_neuronx.errors import BackendError, CompileError, ServingError, revive, to_json
 from djl_python_neuronx.loading.guarded_job import run_guarded
 from djl_python_neuronx.planning.machines import oom_kills
 from djl_python_neuronx.telemetry import log_settings, setup_logging
@@ -112,7 +112,8 @@ def _explained(error: ServingError, kills: int | None) -> ServingError:
     """Say of a compile that was killed what killed it. `kills`: `oom_kills` before."""
     now = oom_kills()
     counted = kills is not None and now is not None and now > kills
-    if not isinstance(error, CompileError) or not (error.host_full or counted):
+    was_killed = isinstance(error, CompileError) and error.host_full
+    if not isinstance(error, BackendError) or not (was_killed or counted):
         return error
     error.host_full, error.lasting = True, False
     if kills is None or now is None:

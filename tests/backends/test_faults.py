@@ -136,7 +136,9 @@ ENDS = [
     (RuntimeError("neuronx-cc: terminate called after throwing an instance of 'std::bad_alloc'"), True, False),
     (RuntimeError("Failed compilation with ['neuronx-cc']: [NCC_IXCG856] MATCH_REPLACE8"), False, True),
     (RuntimeError("Failed compilation: Too many instructions after unroll for function sg0000"), False, True),
-    (RuntimeError("neuronx-cc failed with 70"), False, True),
+    (RuntimeError("neuronx-cc failed with 70"), False, False),
+    (RuntimeError("neuronx-cc failed with status 70: OSError: [Errno 12] Cannot allocate memory"), True, False),
+    (RuntimeError("neuronx-cc exited with 70 [NCC_ITEN404]: failed to alloc a host buffer: ENOMEM"), True, False),
     (RuntimeError("[F134] neuronx-cc terminated abnormally"), False, True),
     (RuntimeError("neuronx-cc failed with 1"), False, False),
     (RuntimeError("[XCG815] Estimated peak HBM usage (19.0) exceeds 16GB"), False, True),
@@ -158,6 +160,37 @@ def test_how_a_compile_ended() -> None:
         assert isinstance(found, BackendError)
         if (found.host_full, found.lasting) != (full, lasting):
             wrong.append((error, found.host_full, found.lasting))
+    assert not wrong
+
+
+REFUSED = "ERROR: [INTERNAL_ERROR] [NCC_ITEN404] An Internal Compiler Error has occurred\nexited with code=70"
+# Lines at the beginning of a log, and whether memory of the host did it; then come `REFUSED` and lines before it.
+OF_MACHINE = [
+    ("ERROR: OSError: [Errno 24] Too many open files", False),
+    ("ERROR: BlockingIOError: [Errno 11] Resource temporarily unavailable", False),
+    ("ERROR: /tmp/x: Read-only file system", False),
+    ("ERROR: OSError: [Errno 28] No space left on device", False),
+    ("ERROR: OSError: [Errno 5] Input/output error", False),
+    ("ERROR: ModuleNotFoundError: No module named 'networkx'", False),
+    ("ERROR: walrus: cannot read a/x.hlo: No such file or directory", False),
+    ("ERROR: walrus was Killed", True),
+    ("ERROR: walrus exited with code=-9", True),
+    ("ERROR: fork: Cannot allocate memory", True),
+]
+
+
+def test_a_log_with_a_sign_of_the_machine_anywhere_is_no_refusal(tmp_path: Path) -> None:
+    error = RuntimeError("Failed compilation with ['neuronx-cc', 'compile']")
+    large = RuntimeError("[NCC_EOOM001] neuronx-cc: the combined memory exceeds the limit")
+    log = tmp_path / "log-neuron-cc.txt"
+    frames = "\nERROR   at frame of 137 values" * 20
+    log.write_text(f"INFO 12 stores killed{frames}\n{REFUSED}")
+    refused = [of_load(one, "the model in /m", tmp_path) for one in (error, large)]
+    wrong = [one for one in refused if not one.lasting or one.host_full]
+    for sign, full in OF_MACHINE:
+        log.write_text(f"{sign}{frames}\n{REFUSED}")
+        ended = [of_load(one, "the model in /m", tmp_path) for one in (error, large)]
+        wrong += [one for one in ended if (one.host_full, one.lasting) != (full, False)]
     assert not wrong
 
 
