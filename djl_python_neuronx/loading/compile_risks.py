@@ -7,21 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from djl_python_neuronx import backends
-from djl_python_neuronx.config import sources
+from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.options import names_where
+from djl_python_neuronx.config.sources import FILE_NAME, try_path
 from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import BackendError, BackendUnavailableError
+from djl_python_neuronx.loading.pinned import pinned
 from djl_python_neuronx.loading.prepared import Prepared
-from djl_python_neuronx.planning.defects import known_defects
 from djl_python_neuronx.planning.machines import GIB
 from djl_python_neuronx.planning.memory import CompileMemory
 
-_LOCAL = names_where(lambda marker: marker.output == "local")
+_LOCAL = names_where(lambda marker: marker.output == "local") - {"model_id", "revision"}
 
 
 def compile_risks(prepared: Prepared) -> Iterator[Finding]:
     """Yield what may end a compile of a prepared model, which needs one: each with the way around it."""
+    from djl_python_neuronx.planning.defects import known_defects  # see faults.py
+
     version = None
     compiler = backends.compiler(prepared.backend)
     with suppress(BackendUnavailableError):
@@ -47,13 +50,17 @@ def explained(prepared: Prepared) -> Iterator[None]:
 
 
 def _advice(prepared: Prepared, needed: CompileMemory) -> str:
-    """Return the memory that a compile takes, and the command that compiles on another machine."""
-    options, name = prepared.options, prepared.machine.instance_type
-    words = ["djl-neuronx", "compile", prepared.name, "--output", "DIR"]
+    """Return the memory that a compile takes, and the command that compiles the same plan on another machine."""
+    folder, name = prepared.options.model_dir, prepared.machine.instance_type
+    options = {one: value for one, value in pinned(prepared).items() if one not in _LOCAL}
+    target: object = folder
+    if folder is None or not try_path((folder / FILE_NAME).is_file, failed=False):
+        target = fetch.local_folder(prepared.name, folder) or prepared.name
+        options.pop("model_id", None)
+    words = ["djl-neuronx", "compile", str(target), "--output", "DIR"]
     words += ["--instance", name] if name else []
-    for one, origin in prepared.resolved.origins.items():
-        if origin == sources.COMMAND_LINE and one not in _LOCAL:
-            words += ["-o", f"{one}={as_property(getattr(options, one))}"]
+    for one, value in options.items():
+        words += ["-o", f"{one}={as_property(value)}"]
     device = "needs a Neuron device" if prepared.backend == "tnx" else "needs no Neuron device"
     return (
         f"A compile takes {needed.least / GIB:.1f} to {needed.most / GIB:.1f} GiB of the host's memory by an estimate: "

@@ -216,9 +216,10 @@ def compile_memory(
         part = core.weights + core.padding
         least, most = _PROCESS_BYTES + 2 * part, _PROCESS_BYTES + 4 * part
         workers = min(num_graphs, case.device.cpus + 4, 32)
-    room = workers if available is None else (available - most) // _COMPILER_BYTES[1]
-    workers = case.options.compilation_worker_count or max(1, min(workers, room))
     least_each, most_each = _COMPILER_BYTES
+    # By the lower estimate, so that no compile that works without a limit gets slower.
+    room = workers if available is None else (available - least) // least_each
+    workers = case.options.compilation_worker_count or max(1, min(workers, room))
     return CompileMemory(least + workers * least_each, most + workers * most_each, workers)
 
 

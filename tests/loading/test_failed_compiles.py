@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -20,7 +22,9 @@ from djl_python_neuronx.loading.compile_risks import compile_risks
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning import defects, machines
+from djl_python_neuronx.planning.plan import graph_options
 from tests.doubles.neuron_machine import GRAPHS, TINY
+from tests.loading.checking import folder
 
 pytest_plugins = ["tests.doubles.neuron_fixtures"]
 
@@ -139,8 +143,24 @@ def test_what_is_remembered_may_be_damaged_or_not_ours(machine, options, tmp_pat
     kept.unlink()
     kept.mkdir()
     machine.set(TOYC_RUN="")
-    with suppress(OSError):  # what cannot be removed costs nothing
-        assert compiles(machine, options)
+    assert compiles(machine, options)  # what cannot be removed costs nothing
+
+
+def test_another_version_of_this_package_compiles_again(machine, options, monkeypatch):
+    fails(machine, options, REFUSED)
+    monkeypatch.setattr("djl_python_neuronx.artifacts.manifest.package_version", lambda: "99")
+    machine.set(TOYC_RUN="")
+    assert compiles(machine, options)
+
+
+def test_kills_by_the_kernel_are_no_refusal(machine, options, monkeypatch):
+    """Whatever the compiler makes of them."""
+    monkeypatch.setattr(
+        "djl_python_neuronx.loading.compile_process.oom_kills", iter([3, 4]).__next__
+    )
+    error = fails(machine, options, SAYS.format("[NCC_EOOM001] peak HBM usage", 70))
+    assert error.host_full
+    assert not error.lasting
 
 
 @pytest.mark.parametrize(
@@ -226,13 +246,55 @@ def test_compilers_are_as_many_as_the_host_holds(machine, options, monkeypatch):
         machine=machines.named("inf2.xlarge"),
     )
     seen = []
-    for gib in (64, 10, 2, 0.5):
+    for gib in (64, 3, 2, 0.5):
         monkeypatch.setattr(machines, "available_memory", lambda gib=gib: int(gib * 2**30))
         seen.append(
             (prepared.compile_memory.workers, [one.level for one in compile_risks(prepared)])
         )
-    assert seen == [(3, []), (2, []), (1, ["note"]), (1, ["warning"])]
+    assert seen == [(3, []), (2, ["note"]), (1, ["note"]), (1, ["warning"])]
     (risk,) = compile_risks(prepared)
     command = re.search(r"`(djl-neuronx compile .*)`", risk.problem)[1]
     assert command.startswith(f"djl-neuronx compile {TINY} --output DIR --instance inf2.xlarge")
     assert "-o n_positions=128" in command
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "beside", "variables", "command line"])
+def test_the_command_for_another_machine_compiles_the_same_plan(tmp_path, place):
+    """Wherever the options are set."""
+    (tmp_path / "model").mkdir()
+    config = json.loads((TINY / "config.json").read_text())
+    config |= {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+    config |= {"max_position_embeddings": 4096}
+    model = folder(tmp_path / "model", config=config)
+    options = {
+        "n_positions": "1024",
+        "tensor_parallel_degree": "2",
+        "max_rolling_batch_size": "2",
+        "override_neuron_config": '{"seq_len_threshold_for_cc_tiling": 8192}',
+    }
+    given, target, environ = {"model_loader": "nxdi"}, str(model), {}
+    if place == "command line":
+        given |= options
+    elif place == "variables":
+        environ = {f"OPTION_{name.upper()}": value for name, value in options.items()}
+    else:
+        name = "other.properties" if place == "file" else "serving.properties"
+        lines = [f"option.{name}={value}" for name, value in options.items()]
+        file = tmp_path / name
+        if place == "beside":
+            environ = {"HF_MODEL_ID": model}
+        else:
+            lines.append("option.model_id=model")
+        file.write_text("\n".join(lines))
+        target = str(file if place == "file" else tmp_path)
+    machine = machines.named("inf2.xlarge")
+    told = check(target, environ=environ, overrides=given, machine=machine)
+    texts = [one.message for one in told.findings if " --output DIR " in one.message]
+    words = shlex.split(re.search(r"`(djl-neuronx compile .*?)`", *texts)[1])
+    given = dict(words[i + 1].split("=", 1) for i, word in enumerate(words) if word == "-o")
+    again = check(words[2], environ={}, overrides=given, machine=machine)
+    assert again.ok
+    facts = [graph_options(one.prepared.options, "nxdi") for one in (told, again)]
+    assert facts[0]["seq_len_threshold_for_cc_tiling"] == 8192
+    assert facts[0] == facts[1]

@@ -583,7 +583,7 @@ class TestHost:
         return host_bytes(self.case(backend, facts, **values), kind, stored)
 
     @pytest.mark.parametrize(
-        ("available_gib", "workers"), [(None, 12), (1000, 12), (32, 6), (16, 2), (4, 1)]
+        ("available_gib", "workers"), [(None, 12), (1000, 12), (16, 11), (8, 3), (4, 1)]
     )
     def test_a_compile_of_nxdi_takes_two_to_four_parts_of_a_core(self, available_gib, workers):
         part = 2 * self.WEIGHTS // 8
@@ -595,7 +595,7 @@ class TestHost:
     def test_a_compile_of_tnx_takes_what_its_load_takes(self):
         load = self.of("tnx")
         assert self.compile("tnx", None) == CompileMemory(load + 12 * GIB, load + 48 * GIB, 12)
-        assert self.compile("tnx", 12).workers == (12 * GIB - load) // (4 * GIB) == 2
+        assert self.compile("tnx", 12).workers == (12 * GIB - load) // GIB == 8
         asked = self.compile("tnx", 12, compilation_worker_count=7)
         assert asked == CompileMemory(load + 7 * GIB, load + 28 * GIB, 7)
 
