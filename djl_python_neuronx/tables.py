@@ -8,11 +8,6 @@ from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 T = TypeVar("T")
 
 
@@ -24,6 +19,11 @@ def read_table(module: str, name: str, kind: type[T]) -> T:
     Raises:
         ValidationError: of pydantic: a field is missing, unknown to `kind`, or has another type.
     """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
     text = Path(module).with_name(name).read_text(encoding="utf-8")
     # A dataclass has the settings of what contains it.
     adapter = TypeAdapter(list[kind], config=ConfigDict(extra="forbid"))  # type: ignore[valid-type]

@@ -43,6 +43,18 @@ def test_importing_the_handler_is_cheap():
     assert not loaded & {"torch", "transformers", "openai", "boto3", "starlette", "uvicorn"}
 
 
+def test_a_start_imports_nothing_that_only_a_compile_needs():
+    check = "import sys, djl_python_neuronx.cli, djl_python_neuronx.service; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "djl_python_neuronx.loading.prepare" in loaded
+    unwanted = {"packaging", "tomllib", "tomli", "djl_python_neuronx.backends.nxdi"}
+    unwanted |= {"djl_python_neuronx.planning.defects", "djl_python_neuronx.planning.sdks"}
+    assert not loaded & unwanted
+
+
 def test_the_environment_is_read_in_two_places_only():
     allowed = {PACKAGE / "config/sources.py", PACKAGE / "backends/env.py"}
     readers = {

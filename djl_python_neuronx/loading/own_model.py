@@ -11,7 +11,6 @@ from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch, model_code
 from djl_python_neuronx.artifacts.output import CODE
-from djl_python_neuronx.backends.nxdi.contrib import fixes
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ArtifactNotFoundError
 from djl_python_neuronx.loading.find import Model
@@ -82,6 +81,8 @@ def code_facts(code: Code | None) -> dict[str, str]:
         return {}
     row, recipe = code.row, ""
     if row is not None:
+        from djl_python_neuronx.backends.nxdi.contrib import fixes  # with all of the backend
+
         fix = inspect.getsource(fixes) if row.fix else ""
         recipe = json.dumps([row.made, dict(row.values), row.unset, row.fix, fix], sort_keys=True)
     return {

@@ -17,14 +17,15 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+from typing import TYPE_CHECKING
 
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.backend_choice import installed_versions
 from djl_python_neuronx.tables import read_table
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DRIVER, RUNTIME = "aws-neuronx-dkms", "aws-neuronx-runtime-lib"
 TRANSFORMERS = "transformers"
@@ -100,6 +101,8 @@ def release(version: str) -> str:
 
 def within(version: str, specifiers: str) -> bool:
     """True if a version has numbers that fulfil the specifiers."""
+    from packaging.specifiers import SpecifierSet  # slow: only if versions are compared
+
     numbers = release(version)
     return bool(numbers) and SpecifierSet(specifiers).contains(numbers)
 
@@ -150,6 +153,8 @@ def machine_versions(root: Path = Path("/"), search_path: str | None = None) -> 
 
 def unmet_requirements() -> Iterator[tuple[str, Requirement, str | None]]:
     """Yield what installed Neuron packages ask for and do not get: package, requirement, the version that is there."""
+    from packaging.requirements import Requirement
+
     for name in sorted({name for sdk in table().sdk for name in sdk.packages} - {TRANSFORMERS}):
         with suppress(metadata.PackageNotFoundError):
             for text in metadata.requires(name) or ():
