@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 
 from djl_python_neuronx.planning.nxdi import contrib
-from tests.contrib.checkpoints import FOLDERS
+from tests.contrib.checkpoints import FOLDERS, compared
 from tests.contrib.measure import measure
 from tests.contrib.table import DEGREES, TABLE, is_right, shown, source, text_of
 
@@ -20,6 +20,14 @@ ROWS = {row.folder: row for row in contrib.rows().values()}
 
 def test_the_table_is_as_its_writer_writes_it() -> None:
     assert text_of(ROWS) == TABLE.read_text(encoding="utf-8")
+
+
+def test_the_table_has_each_switch_that_was_compared() -> None:
+    """So that no row is right for a model with another value, which nobody ran."""
+    pytest.importorskip("transformers", "4.57", reason="older ones lack some of the classes")
+    assert {name: dict(ROWS[name].only) for name in FOLDERS} == {
+        name: compared(name) for name in FOLDERS
+    }
 
 
 def test_a_tiny_model_is_of_a_kind_that_its_row_names() -> None:
