@@ -2,12 +2,15 @@
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from djl_python_neuronx.artifacts import read_ahead as module
 from djl_python_neuronx.artifacts.read_ahead import read_ahead
+from tests.processes import PATIENCE_S
 
 PART = 2**12
 
@@ -39,6 +42,25 @@ def test_files_are_read_once_as_far_as_there_is_room(files, caplog, room, expect
     read_ahead(files, room).join()
     assert 0 <= read_by_this_process() - before - expected < 1000  # and that file of /proc
     assert f"read_ahead bytes={expected} of={5 * PART // 2 + PART + 1} " in caplog.text
+
+
+def test_a_process_ends_while_a_file_is_read(tmp_path):
+    (tmp_path / "weights").write_bytes(b"x")
+    code = f"""
+import sys, threading
+from pathlib import Path
+from djl_python_neuronx.artifacts import read_ahead as module
+reads = threading.Event()
+def hang(part):
+    reads.set()
+    threading.Event().wait()
+module._read_part = hang
+module.read_ahead([Path({str(tmp_path / "weights")!r})], 2**40)
+reads.wait()
+sys.exit(3)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False)
+    assert ran.returncode == 3
 
 
 def test_a_file_that_is_gone_is_left_to_the_load(files, caplog):
