@@ -299,12 +299,12 @@ class BatchingOptions(OptionGroup):
     engine_process: Annotated[bool, Option()] = True
     """Run the engine in a separate process, which is started again after a crash. False: on a thread, to debug it."""
     engine_restarts: Annotated[Amount, Option()] = 10
-    """Most starts of an engine process after crashes within ten minutes; after one more, it is given up, and with the
-    last one of `replicas` the server ends."""
+    """Most starts of an engine process after crashes within ten minutes, and of those that fail in a row, however long
+    they take; after one more, it is given up, and with the last one of `replicas` the server ends."""
     core_wait_s: Annotated[Amount, Option()] = 90
     """Most seconds to wait for NeuronCores that another process still holds, such as a server or pod that this one
-    replaces, from the first start of an engine that failed by it; the log names the process. 0: no wait. Under DJL
-    Serving wait and load together must end within `model_loading_timeout`."""
+    replaces, from the first start of an engine that failed by it; the log names the process. After a crash only the
+    first start waits. 0: no wait. Under DJL Serving wait and load together must end within `model_loading_timeout`."""
     resume_requests: Annotated[bool, Option()] = True
     """After a crash of the engine, go on with the requests that have tokens: their prompt and tokens are prefilled by
     another copy or the next engine, and the rest follows what was sent. A request that was running at two crashes gets

@@ -35,7 +35,7 @@ FIRST_CALL_FACTOR = 10
 WATCHDOG_PERIOD_S = 0.2
 JOIN_S = 5.0
 RESTART_WINDOW_S = 600.0
-"""Deaths of the engine are counted over this time."""
+"""Deaths of the engine are counted over this time, and all starts that failed since the last one."""
 RELOAD_S, RELOAD_FACTOR = 60.0, 2.0
 """A load after a death hangs if it takes longer than this, plus so many times the load before it."""
 LONGEST_PAUSE_S = 30.0
@@ -73,7 +73,7 @@ class LoopSettings:
     restart_timeout_s: float = 120.0
     """Longest time that a request waits for an engine that is started again, from the end of the one before."""
     restarts: int = 0
-    """Starts after a death within `RESTART_WINDOW_S`."""
+    """Starts after deaths within `RESTART_WINDOW_S`, and of those that fail in a row."""
     resumes: bool = True
     """After a death another engine goes on with the requests that have tokens."""
     max_request_s: float = math.inf
@@ -325,7 +325,10 @@ class EngineLoop:
         return _Death(BackendUnavailableError(f"the engine ended ({how}{guess})"), how)
 
     def _load_once_free(self) -> _Death | None:
-        """Load an engine within the host's memory, again while other processes hold its cores; see `_load`."""
+        """Load an engine within the host's memory, again while other processes hold its cores; see `_load`.
+
+        Only the first start after a token waits for them: those after it have pauses.
+        """
 
         def load() -> _Death | None:
             with self._settings.room():
@@ -342,7 +345,7 @@ class EngineLoop:
 
         def pause(seconds: float) -> bool:
             self._silent_s = 0.0
-            return self._closing.wait(seconds)
+            return self._closing.wait(seconds) or self._idle_starts > 1
 
         try:
             return self._settings.once_free(load, pause=pause, report=self._report)
@@ -414,9 +417,10 @@ class EngineLoop:
         return False
 
     def _may_restart(self, death: _Death) -> bool:
-        """Record a death; False if there are too many."""
+        """Record a death, or a start that failed, however long it took; False if there are too many."""
         now_s = time.monotonic()
-        self._deaths = [at for at in self._deaths if now_s - at < RESTART_WINDOW_S] + [now_s]
+        recent = [at for at in self._deaths if self._died_s - at < RESTART_WINDOW_S]
+        self._deaths = [*recent, now_s]
         logger.error(
             "engine_died copy=%d model=%s cause=%r deaths=%d engine_restarts=%d window_s=%g error=%s", self._copy,
             self._settings.model, death.cause, len(self._deaths), self._settings.restarts, RESTART_WINDOW_S,

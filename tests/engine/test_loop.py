@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from djl_python_neuronx.engine import loop as loop_module
 from djl_python_neuronx.engine import worker
 from djl_python_neuronx.engine.core import Engine, StepResult
 from djl_python_neuronx.engine.detokenizer import Delta
@@ -33,6 +34,7 @@ from djl_python_neuronx.engine.worker import WorkerSettings, _Worker, work
 from djl_python_neuronx.errors import (
     BackendError,
     BackendUnavailableError,
+    CoresTakenError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -674,6 +676,26 @@ def test_deaths_count_for_ten_minutes(seconds_ago: float, is_given_up: bool) -> 
         hosts[0].engine.close()
         wait_until(lambda: (loop.error is not None) if is_given_up else len(hosts) == 2)
         assert (loop.error is not None) == is_given_up
+
+
+def test_starts_that_fail_slowly_are_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes longer than the window in which deaths count; only the first waits for cores."""
+    monkeypatch.setattr(loop_module, "RESTART_WINDOW_S", 0.0)
+    monkeypatch.setattr(loop_module, "LONGEST_PAUSE_S", 0.0)
+    waits: list[bool] = []
+
+    def once_free(load: Any, *, pause: Any, **_: Any) -> Any:
+        waits.append(not pause(0))
+        if len(waits) == 1:
+            return load()
+        msg = "taken"
+        raise CoresTakenError(msg)
+
+    with in_parts(restarts=3, once_free=once_free) as (loop, hosts, _):
+        hosts[0].ended.set()
+        hosts[0].engine.close()
+        wait_until(lambda: loop.error is not None)
+    assert waits == [True, True, False, False]
 
 
 def test_everyone_is_answered_when_the_engine_cannot_be_killed_at_once() -> None:
