@@ -115,12 +115,19 @@ _FAULTS = (
         "end the process that holds them (neuron-ls shows it)",
         codes={9},
     ),
+    _fault(
+        r"neuron driver version|no neuron device available",
+        "lost",
+        "The driver is missing or does not fit the runtime, or the devices are not passed to the container: "
+        "djl-neuronx doctor shows which",
+    ),
     # The whole message of torch-neuronx if the runtime fails to start; the reason is in the runtime's log.
     _fault(
-        r"runtime (?:could not|cannot) be initialized|in nrt_init\b|neuron driver version|no neuron device available",
+        r"runtime (?:could not|cannot) be initialized|in nrt_init\b",
         "taken",
         "The runtime's log, just before this, has the reason: another process holds the cores (neuron-ls shows it; end "
-        "it, or choose others with NEURON_RT_VISIBLE_CORES), the machine has fewer cores, or the driver is missing",
+        "it, or choose others with NEURON_RT_VISIBLE_CORES), the machine has fewer cores, or the driver is missing or "
+        "too old",
     ),
     _fault(
         r"NRT_EXEC_NC_BUSY",
@@ -236,7 +243,13 @@ def _find(error: Exception) -> _Fault | None:
         return _HOST_MEMORY
     text = str(error)
     codes = {int(found["code"]) for found in _STATUS.finditer(text)}
-    faults = (fault for fault in _FAULTS if fault.pattern.search(text) or codes & fault.codes)
+    of_file = isinstance(error, OSError) and error.filename is not None  # such as a busy one on NFS
+    faults = (
+        fault
+        for fault in _FAULTS
+        if (fault.pattern.search(text) or codes & fault.codes)
+        and not (of_file and fault.kind == "taken")
+    )
     return next(faults, None)
 
 

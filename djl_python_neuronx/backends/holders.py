@@ -26,9 +26,13 @@ _WATCHERS = frozenset({"neuron-ls", "neuron-monitor", "neuron-top"})
 """Programs that open devices and take no core."""
 _HOST_PIDS = "pid:[4026531836]"
 """The host's namespace of processes: PROC_PID_INIT_INO in Linux, include/linux/proc_ns.h."""
-_MAX_WORDS, _SHOWN_ID = 6, 12
+_SWITCHES = re.compile(r"-[bBdEiIOPqsSuvx]+")
+"""Python's options that take no value. Source: `python --help`."""
+_SHOWN_ID = 12
 _RETRY_S, _LOOK_S = 10.0, 1.0
 """Seconds from a start that failed to the next one, and between two looks: the end of a holder shortens the wait."""
+_LISTING_S = 5.0
+"""Longest time of `neuron-ls`, during which no stop is noticed."""
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -40,7 +44,7 @@ class Holder:
 
     pid: int
     command: str
-    """Its first words, without options, whose values may be secret; empty if not known."""
+    """Its program, and the script or module of Python: other words may be secret. Empty if not known."""
     devices: tuple[int, ...]
     """Numbers of the devices, ascending."""
     container: str | None = None
@@ -103,12 +107,12 @@ def find_holders(root: Path = Path("/"), search_path: str | None = None) -> Hold
             if devices:
                 pid = int(folder.name)
                 found[pid] = Holder(pid, command, tuple(sorted(devices)), _container(folder))
-    for pid, (command, numbers) in neuron_processes(search_path).items():
+    for pid, (command, numbers) in neuron_processes(search_path, _LISTING_S).items():
         # In a container the pid is the host's, so nothing in /proc here belongs to it.
-        found.setdefault(pid, Holder(pid, _shown(command.split()), tuple(sorted(numbers))))
+        found.setdefault(pid, Holder(pid, _shown(command), tuple(sorted(numbers))))
     holders = (found[pid] for pid in sorted(found))
     return Holders(
-        tuple(one for one in holders if Path(one.command.partition(" ")[0]).name not in _WATCHERS),
+        tuple(one for one in holders if one.command not in _WATCHERS),
         num_hidden,
         _link(root / "proc/self/ns/pid") not in {"", _HOST_PIDS},
     )
@@ -124,10 +128,10 @@ def once_free(
     """Call `start`; while it raises `CoresTakenError`, wait for the end of a holder, and call it again.
 
     Each call has to make a new process: the runtime starts once in each. `pause` sleeps; a true value ends the wait.
-    The holders go to the log, because `report` may reach clients.
+    The holders go to the log alone, because `report` and the error may reach clients.
 
     Raises:
-        CoresTakenError: the cores are still taken `wait_s` after the first failure; it names the holders.
+        CoresTakenError: the cores are still taken `wait_s` after the first failure.
     """
     ends_s = None
     while True:
@@ -136,13 +140,13 @@ def once_free(
         except CoresTakenError as error:  # noqa: PERF203
             now_s, holders = time.monotonic(), find_holders()
             ends_s = now_s + wait_s if ends_s is None else ends_s
-            if now_s >= ends_s or pause(0):
-                message = f"{error} (waited {wait_s:g} s, option.core_wait_s). Seen: {holders}"
-                raise CoresTakenError(message) from error
-            left_s = ends_s - now_s
+            left_s = max(0.0, ends_s - now_s)
             logger.warning(
                 "cores_taken left_s=%.0f holders=%r error=%s", left_s, str(holders), error
             )
+            if not left_s or pause(0):
+                message = f"{error} (option.core_wait_s={wait_s:g} is over; the log names the processes seen)"
+                raise CoresTakenError(message) from error
             report(
                 f"waiting for NeuronCores that another process holds, for at most {left_s:.0f} s"
             )
@@ -151,9 +155,10 @@ def once_free(
 
 def _await_change(holders: Holders, until_s: float, pause: Callable[[float], object]) -> None:
     """Wait until one of the holders has ended, or until a time."""
-    before = {holder.pid for holder in holders.found}
+    folders = [Path(f"/proc/{holder.pid}") for holder in holders.found]
+    running = [folder for folder in folders if folder.exists()]
     while (left_s := until_s - time.monotonic()) > 0 and not pause(min(left_s, _LOOK_S)):
-        if before - {holder.pid for holder in find_holders().found}:
+        if not all(folder.exists() for folder in running):
             return
 
 
@@ -174,16 +179,19 @@ def _command(folder: Path) -> str:
         text = (folder / "cmdline").read_text(errors="replace")
     except OSError:
         return ""
-    return _shown(text.split("\0"))
+    return _shown(text.replace("\0", " "))
 
 
-def _shown(words: list[str]) -> str:
-    """Return the first words of a command, up to an option such as ``--api-key``, without the code behind ``-c``."""
-    options = (place for place, word in enumerate(words) if word.startswith("--"))
-    shown = [
-        "…" if before == "-c" else word for before, word in zip(["", *words], words, strict=False)
-    ]
-    return " ".join(shown[: min(next(options, _MAX_WORDS), _MAX_WORDS)]).strip()
+def _shown(command: str) -> str:
+    """Return the name of a command's program, and the script or ``-m module`` of Python."""
+    program, *words = [Path(word).name for word in command.split()] or [""]
+    if program.startswith("python"):
+        match [word for word in words if not _SWITCHES.fullmatch(word)]:
+            case ["-m", module, *_]:
+                return f"{program} -m {module}"
+            case [script, *_] if not script.startswith("-"):
+                return f"{program} {script}"
+    return program
 
 
 def _container(folder: Path) -> str | None:

@@ -395,7 +395,7 @@ def listed_cores(text: str) -> tuple[int, ...]:
     return tuple(sorted(named))
 
 
-def _neuron_ls(search_path: str | None) -> _Listing:
+def _neuron_ls(search_path: str | None, timeout_s: float = _TIMEOUT_S) -> _Listing:
     program = shutil.which("neuron-ls", path=search_path)
     if program is None and search_path is None:
         program = shutil.which(_NEURON_LS)
@@ -403,7 +403,7 @@ def _neuron_ls(search_path: str | None) -> _Listing:
         return _Listing([], None, "no neuron-ls")
     try:
         ran = subprocess.run(  # noqa: S603 - a fixed argument, and no shell
-            [program, "-j"], capture_output=True, timeout=_TIMEOUT_S, check=True
+            [program, "-j"], capture_output=True, timeout=timeout_s, check=True
         )
         answer = json.loads(ran.stdout)
     except (OSError, subprocess.SubprocessError, ValueError, RecursionError) as error:
@@ -417,14 +417,16 @@ def _neuron_ls(search_path: str | None) -> _Listing:
     return _Listing(listed, name, f"{program} lists {len(listed)}")
 
 
-def neuron_processes(search_path: str | None = None) -> dict[int, tuple[str, set[int]]]:
-    """Return pid -> the command and the devices of each process that `neuron-ls` lists; empty without it.
+def neuron_processes(
+    search_path: str | None = None, timeout_s: float = _TIMEOUT_S
+) -> dict[int, tuple[str, set[int]]]:
+    """Return pid -> the command and the devices of each process that `neuron-ls` lists; empty if it fails.
 
     Never raises. `search_path`: its folders; None: `$PATH`. The command is shortened; of a process in another container
     it is empty. Source: AWS Neuron documentation, "Neuron LS user guide".
     """
     found: dict[int, tuple[str, set[int]]] = {}
-    for device in _neuron_ls(search_path).devices:
+    for device in _neuron_ls(search_path, timeout_s).devices:
         number, rows = device.get("neuron_device"), device.get("neuron_processes")
         for row in rows if isinstance(rows, list) else []:
             pid = row.get("pid") if isinstance(row, dict) else None

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from djl_python_neuronx.backends.holders import Holder, find_holders
+from djl_python_neuronx.backends import holders
+from djl_python_neuronx.backends.holders import Holder, Holders, find_holders, once_free
+from djl_python_neuronx.errors import CoresTakenError
 
 CONTAINER = "3f2a91c07b5d" + 52 * "e"
 # As Docker (cgroup v1 and v2), containerd, CRI-O and ECS name them.
@@ -76,7 +79,7 @@ def test_a_holder_is_named_with_command_devices_and_container(machine):
         }
     )
     assert found.found == (
-        Holder(9, "python3 -u -c … a b", (0,)),
+        Holder(9, "python3", (0,)),
         Holder(42, "python3 -m vllm", (0, 3), CONTAINER[:12]),
     )
     assert found.unseen is None
@@ -84,6 +87,64 @@ def test_a_holder_is_named_with_command_devices_and_container(machine):
         "process 42 (python3 -m vllm, container 3f2a91c07b5d) has /dev/neuron0 and /dev/neuron3"
         in str(found)
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("/usr/bin/python3.10 -uB /opt/hunter2/serve.py api_key=hunter2", "python3.10 serve.py"),
+        ("/usr/bin/python3 /usr/local/bin/vllm serve m -k hunter2", "python3 vllm"),
+        ("python3 -u -m vllm -k hunter2", "python3 -m vllm"),
+        ("python3 -uc key='hunter2'", "python3"),
+        ("python3 -X hunter2 -c x", "python3"),
+        ("bash -lc HF_TOKEN=hunter2 exec python3 serve.py", "bash"),
+        ("/opt/serve hunter2", "serve"),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("kept", [True, False])
+def test_secrets_of_a_command_are_not_shown(machine, command, shown, kept):
+    """In /proc the words are apart, unless the process has set its title; `neuron-ls` shows one text."""
+    words = command.split(" ") if kept else [command]
+    rows = [{"neuron_device": 0, "neuron_processes": [{"pid": 6, "command": command}]}]
+    found = machine({5: (words, "0::/\n", ["/dev/neuron0"])}, rows)
+    assert [holder.command for holder in found.found] == [shown, shown]
+
+
+def test_a_neuron_ls_that_hangs_is_asked_only_after_a_start(tmp_path, monkeypatch, caplog):
+    calls = tmp_path / "calls"
+    program = tmp_path / "neuron-ls"
+    program.write_text(f"#!/bin/sh\necho >> {calls}\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(holders, "_LISTING_S", 0.5)
+    looks = []
+
+    def start():
+        raise CoresTakenError("taken")
+
+    def pause(seconds):
+        looks.append(seconds)
+        time.sleep(seconds)
+
+    with pytest.raises(CoresTakenError):
+        once_free(start, wait_s=2, pause=pause, report=lambda _: None)
+    assert len(looks) >= 2
+    assert len(calls.read_text()) == 2  # after the first start, and after the last one
+
+
+def test_holders_are_in_the_log_and_not_in_the_error(monkeypatch, caplog):
+    found = Holders((Holder(4711, "python3 serve.py", (0,)),), 0, in_container=False)
+    monkeypatch.setattr(holders, "find_holders", lambda: found)
+    reports = []
+
+    def start():
+        raise CoresTakenError("taken")
+
+    with pytest.raises(CoresTakenError) as caught:
+        once_free(start, wait_s=0, pause=lambda _: False, report=reports.append)
+    assert "4711" not in f"{caught.value} {reports}"
+    assert "process 4711 (python3 serve.py)" in caplog.text
 
 
 @pytest.mark.parametrize("cgroup", CGROUPS)
