@@ -6,11 +6,10 @@ The rows, with their public threads, are in `defects.toml`. None was seen here: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict
 
 from djl_python_neuronx.config.findings import SET, UNSET, Finding, above, when
 from djl_python_neuronx.config.options import ServingOptions
@@ -19,20 +18,19 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.tables import read_table
 
 
-class CompilerDefect(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class CompilerDefect:
     """One row: what it takes to meet the defect, and what to do. A condition that is left out always holds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compiler: str
     """The versions of neuronx-cc, as pip writes them; from the first that is known to have the defect to the first that
     has it no more, or of which nothing is reported."""
     backend: str
     families: tuple[str, ...]
-    """Kinds of chips; a machine of an unknown kind may be any of them."""
-    model: dict[str, tuple[str | int, ...]] = {}
+    """Kinds of chips; a machine of an unknown kind may be any of them. Empty: its text is recognised, no settings."""
+    model: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Fields of `ModelFacts`, each with its values: an architecture, the shape of a model."""
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Options, each `set`, `unset`, a list of values or a table with the number that they are `above`. Also
     properties of `ServingOptions`."""
     symptom: str
@@ -47,8 +45,8 @@ class CompilerDefect(BaseModel):
     @property
     def report(self) -> str:
         """The report, its cure and its sources, in words."""
-        told = f"users of neuronx-cc {self.compiler} report that {self.symptom}"
-        return f"{told}: {self.cure} ({', '.join(self.sources)})"
+        symptom = f"users of neuronx-cc {self.compiler} report that {self.symptom}"
+        return f"{symptom}: {self.cure} ({', '.join(self.sources)})"
 
     def meets(self, case: Case, compiler: str) -> bool:
         """True if a compile of this case, with this version of the compiler, meets the defect."""

@@ -12,8 +12,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from djl_python_neuronx.artifacts import model_code
 from djl_python_neuronx.planning.fields import rope_type
@@ -22,6 +25,7 @@ from djl_python_neuronx.planning.nxdi.contrib import Row
 from tests.contrib.checkpoints import FOLDERS, compared
 from tests.contrib.measure import Comparison, measure
 
+_ROW = TypeAdapter(Row)
 TABLE = Path(contrib.__file__).with_name("contrib.toml")
 DEGREES = (1, 2)
 """Tensor parallel degrees of the runs."""
@@ -37,15 +41,14 @@ def shown(row: Row, found: Mapping[int, Comparison | str]) -> Row:
     right = [degree for degree, result in found.items() if is_right(result)]
     tiny = FOLDERS[row.folder]
     ran = any(isinstance(result, Comparison) for result in found.values())
-    return row.model_copy(
-        update={
-            "sha256": model_code.read(source() / row.folder).digest,
-            "verdict": "right" if right else "wrong" if ran else "fails",
-            "degrees": tuple(right) or DEGREES,
-            "stand_in": tiny.model_type if "model_type" in tiny.written else "",
-            "only": compared(row.folder),
-            "rotary": (rope_type(tiny.settings.get("rope_scaling")),),
-        }
+    return replace(
+        row,
+        sha256=model_code.read(source() / row.folder).digest,
+        verdict="right" if right else "wrong" if ran else "fails",
+        degrees=tuple(right) or DEGREES,
+        stand_in=tiny.model_type if "model_type" in tiny.written else "",
+        only=compared(row.folder),
+        rotary=(rope_type(tiny.settings.get("rope_scaling")),),
     )
 
 
@@ -63,7 +66,7 @@ def text_of(rows: Mapping[str, Row]) -> str:
 
 def _lines(row: Row) -> Iterator[str]:
     yield "[[model]]"
-    for name, value in row.model_dump(mode="json", exclude_defaults=True).items():
+    for name, value in _ROW.dump_python(row, mode="json", exclude_defaults=True).items():
         yield f"{name} = {_value(value)}"
     yield ""
 

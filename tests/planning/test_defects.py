@@ -1,6 +1,7 @@
 """Compiler defects that users report: settings that are warned of, written from their threads, not from the rows."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_rows_name_what_exists():
         assert row.sources, name
         assert all(source.startswith("https://github.com/") for source in row.sources), name
         assert not row.cure.endswith("."), name
-    json.dumps([row.model_dump() for row in defects._table().values()])
+    json.dumps([asdict(row) for row in defects._table().values()])
 
 
 # Texts of failed compiles, from the threads.

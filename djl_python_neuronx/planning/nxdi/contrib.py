@@ -7,21 +7,18 @@ the code that is there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.tables import read_table
 
 
-class Row(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Row:
     """A folder of code: the way to load it, and what of it is shown."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     folder: str
     """Name below `contrib/models`."""
@@ -42,7 +39,7 @@ class Row(BaseModel):
     made: Literal["auto_config", "from_pretrained", "plain_config"] = "auto_config"
     """How its configuration is made: by the library's `load_pretrained_config` of transformers' `AutoConfig`, or of
     transformers' `PretrainedConfig`; or by the `from_pretrained` of the class's own configuration."""
-    values: Mapping[str, Any] = {}
+    values: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the configuration to set, once it is made."""
     unset: tuple[str, ...] = ()
     """Fields of the configuration to set to None, as TOML has no null."""
@@ -58,13 +55,13 @@ class Row(BaseModel):
     """Most slots with right answers; None: any number."""
     rotary: tuple[str, ...] = ("default",)
     """Kinds of rotary positions (`rope_type`) with right answers."""
-    only: Mapping[str, tuple[Any, ...]] = {}
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of config.json to the values with right answers; the text "absent" stands for null and for no field."""
 
     def most_tokens(self, model: ModelFacts) -> int | None:
         """Return the most tokens of a sequence with right answers: up to `longest`, and to any window of the model."""
-        field = model.config.get(self.longest) if isinstance(self.longest, str) else self.longest
-        limits = [size for size in (field, model.sliding_window) if isinstance(size, int)]
+        most = model.config.get(self.longest) if isinstance(self.longest, str) else self.longest
+        limits = [size for size in (most, model.sliding_window) if isinstance(size, int)]
         return min(limits, default=None)
 
     @classmethod
@@ -73,21 +70,11 @@ class Row(BaseModel):
         return cls(folder="", sha256=digest, verdict="wrong", model_types=())
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    model: tuple[Row, ...] = ()
-
-
 @cache
 def rows() -> Mapping[str, Row]:
     """Return the rows of `contrib.toml` by the digest of their source."""
-    return {row.sha256: row for row in read_table(__file__, "contrib.toml", _Table).model}
-
-
-def row_of(digest: str) -> Row | None:
-    """Return the row of the code with a digest; None: nothing is known of it."""
-    return rows().get(digest)
+    table = read_table(__file__, "contrib.toml", dict[Literal["model"], tuple[Row, ...]])
+    return {row.sha256: row for row in table["model"]}
 
 
 @dataclass(frozen=True)
@@ -105,4 +92,4 @@ class Code:
     @property
     def row(self) -> Row | None:
         """Its row; None: nothing is known of it."""
-        return row_of(self.digest)
+        return rows().get(self.digest)

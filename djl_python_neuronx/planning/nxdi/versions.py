@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-
-from pydantic import BaseModel, ConfigDict
+from typing import Literal
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
@@ -16,17 +16,16 @@ from djl_python_neuronx.tables import read_table
 _MODEL = "model_loader"
 
 
-class Release(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Release:
     """A release, and what is new in it; versions.toml has the meaning of each field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: str
     name: str = ""
     sdk: str
     models: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-    of_model: Mapping[str, tuple[str, ...]] = {}
+    of_model: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     no_kernels: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -34,16 +33,11 @@ class Release(BaseModel):
         return f"{self.name or self.version} (SDK {self.sdk})"
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    release: tuple[Release, ...]
-
-
 @cache
 def releases() -> tuple[Release, ...]:
     """Return all releases, oldest first."""
-    return read_table(__file__, "versions.toml", _Table).release
+    kind = dict[Literal["release"], tuple[Release, ...]]
+    return read_table(__file__, "versions.toml", kind)["release"]
 
 
 def first_release(name: str, model_type: str | None = None) -> Release:
