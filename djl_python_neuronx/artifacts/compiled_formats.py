@@ -34,11 +34,13 @@ from djl_python_neuronx.errors import (
     UnknownFormatError,
 )
 from djl_python_neuronx.links import AGAIN
+from djl_python_neuronx.planning.nxdi.fields import other_fields
 from djl_python_neuronx.planning.nxdi.recorded import as_options
 
 _JUMPSTART_FOLDER = "PRE_COMPILED_NEURON_GRAPH_INFER"
 _CACHE_FOLDER = re.compile(rf"{_JUMPSTART_FOLDER}|neuronxcc-.+")
-_NEURON_CONFIG = "neuron_config.json"
+NEURON_CONFIG = "neuron_config.json"
+"""The library's record of a compile."""
 _MODEL = "model.pt"
 _VLLM = "neuron-compiled-artifacts"
 _GRAPH_FOLDERS = frozenset({_VLLM, "compiled"})
@@ -69,11 +71,6 @@ _JOINS = "continuous_batching"
 _CONTINUOUS = frozenset({"llama", "mistral"})
 """Model types that Optimum Neuron and the old LMI container compile for continuous batching, with one length for
 decodes, if there are several slots."""
-_SAME_MODEL = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
-)
-"""Keys of config.json that NxD Inference records, and that no graph can differ in."""
 
 
 def graphs_in(path: Path) -> str | None:
@@ -100,7 +97,7 @@ def graphs_in(path: Path) -> str | None:
 
 def saved_by_nxdi(names: Collection[str]) -> bool:
     """True if a folder with these names holds what NxD Inference's `compile` writes."""
-    return {_NEURON_CONFIG, _MODEL} <= set(names)
+    return {NEURON_CONFIG, _MODEL} <= set(names)
 
 
 def with_graphs(artifact: Artifact, path: Path) -> Artifact:
@@ -228,7 +225,7 @@ class OptimumTnx(Format):
 
     def matches(self, folder: Folder) -> bool:
         """True if config.json's section "neuron" is Optimum's, or neuron_config.json is of its own library."""
-        if _is_hlo(folder.json(_NEURON_CONFIG)):
+        if _is_hlo(folder.json(NEURON_CONFIG)):
             return True
         section = folder.json("config.json").get("neuron")
         return isinstance(section, dict) and (
@@ -238,7 +235,7 @@ class OptimumTnx(Format):
     def read(self, folder: Folder) -> Artifact:
         """Graphs, and weights or the place that they came from."""
         config, compiled = read_config(folder), _require_graphs(folder.sub("compiled"))
-        recorded = folder.json(_NEURON_CONFIG)
+        recorded = folder.json(NEURON_CONFIG)
         own = _is_hlo(recorded)
         section = recorded if own else config["neuron"]
         weights, source = _read_checkpoint(folder, config, section)
@@ -294,8 +291,8 @@ class Nxdi(Format):
 
     def matches(self, folder: Folder) -> bool:
         """True if there is its configuration, or its graphs alone without whole weights."""
-        if _NEURON_CONFIG in folder.names:
-            return not _is_optimum(folder.json(_NEURON_CONFIG))
+        if NEURON_CONFIG in folder.names:
+            return not _is_optimum(folder.json(NEURON_CONFIG))
         return _MODEL in folder.names and not has_whole(folder)
 
     def read(self, folder: Folder) -> Artifact:
@@ -304,12 +301,12 @@ class Nxdi(Format):
         Raises:
             ArtifactError: see `Format.read`; or config.json is another model's.
         """
-        whole = folder.json(folder.file(_NEURON_CONFIG).name)
+        whole = folder.json(folder.file(NEURON_CONFIG).name)
         if "config.json" in folder.names:
             config = read_config(folder)
         else:
             rest = {key: value for key, value in whole.items() if key != "neuron_config"}
-            config = require_model_type(rest, folder, _NEURON_CONFIG)
+            config = require_model_type(rest, folder, NEURON_CONFIG)
         graphs = _read_graphs(folder, config, whole_elsewhere=has_whole(folder))
         return self.artifact(folder, config, **_with_whole(folder, config, graphs))
 
@@ -353,12 +350,12 @@ class OptimumNxd(Format):
 
     def matches(self, folder: Folder) -> bool:
         """True if neuron_config.json is Optimum's for NxD."""
-        recorded = folder.json(_NEURON_CONFIG)
+        recorded = folder.json(NEURON_CONFIG)
         return _is_optimum(recorded) and not _is_hlo(recorded)
 
     def read(self, folder: Folder) -> Artifact:
         """Whole weights, or the place that they came from."""
-        config, recorded = read_config(folder), folder.json(_NEURON_CONFIG)
+        config, recorded = read_config(folder), folder.json(NEURON_CONFIG)
         unused = (
             f"what Optimum Neuron {shortened(recorded.get('optimum_neuron_version'))} compiled in {folder.path} is not "
             "used: its graphs come from its own modelling code, which NxD Inference does not load"
@@ -529,7 +526,7 @@ def _beside(folder: Folder) -> list[str]:
         return [
             path.relative_to(folder.path).as_posix()
             for path in candidates
-            if all((path / name).is_file() for name in (_NEURON_CONFIG, _MODEL))
+            if all((path / name).is_file() for name in (NEURON_CONFIG, _MODEL))
         ]
 
 
@@ -544,8 +541,8 @@ def _read_graphs(
         ArtifactNotFoundError: the graphs or a rank's weights are missing.
         ArtifactError: a file is damaged, or the graphs are of another model or have a draft model in them.
     """
-    path = folder.path / _NEURON_CONFIG
-    whole = folder.json(folder.file(_NEURON_CONFIG).name)
+    path = folder.path / NEURON_CONFIG
+    whole = folder.json(folder.file(NEURON_CONFIG).name)
     recorded = whole.get("neuron_config")
     if not isinstance(recorded, dict):
         msg = (
@@ -555,17 +552,12 @@ def _read_graphs(
         raise ArtifactError(msg)
     if _MODEL not in folder.names:
         msg = (
-            f"{folder.path / _MODEL} is missing although {_NEURON_CONFIG} is there: the compilation was cut short. "
-            f"Compile again, or remove {_NEURON_CONFIG} to serve the checkpoint."
+            f"{folder.path / _MODEL} is missing although {NEURON_CONFIG} is there: the compilation was cut short. "
+            f"Compile again, or remove {NEURON_CONFIG} to serve the checkpoint."
         )
         raise ArtifactNotFoundError(msg)
     check_archive(folder, _MODEL)
-    different = [
-        f"{key} {shortened(whole[key])!r} instead of {shortened(config[key])!r}"
-        for key in _SAME_MODEL
-        if whole.get(key) is not None and config.get(key) not in (None, whole[key])
-    ]
-    if different:
+    if different := other_fields(whole, config):
         msg = (
             f"{path} is of another model than config.json: it has {', '.join(different)}. "
             "Compile this model, or serve the one that was compiled."
@@ -624,7 +616,7 @@ def _read_ranks(folder: Folder, recorded: Mapping[str, Any]) -> Weights:
     count = recorded.get("local_ranks_size") or recorded.get("tp_degree")
     if type(first) is not int or type(count) is not int or not 0 < count <= _MAX_RANKS:
         msg = (
-            f"{folder.path}: {_NEURON_CONFIG} gives start_rank_id {first!r} and local_ranks_size or tp_degree "
+            f"{folder.path}: {NEURON_CONFIG} gives start_rank_id {first!r} and local_ranks_size or tp_degree "
             f"{count!r}; expected numbers of ranks. Compile the model again."
         )
         raise ArtifactError(msg)

@@ -5,7 +5,7 @@ No weights are read or downloaded, and neither torch nor transformers is importe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -18,7 +18,8 @@ from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import ConfigError, ServingError, redacted
 from djl_python_neuronx.loading.advice import advice, small_host
 from djl_python_neuronx.loading.compile_risks import compile_risks
-from djl_python_neuronx.loading.compiled import foresee
+from djl_python_neuronx.loading.compiled import foresee, foresee_elsewhere
+from djl_python_neuronx.loading.mismatch import SURROUNDINGS
 from djl_python_neuronx.loading.preparation_log import log_preparation
 from djl_python_neuronx.loading.prepare import DRAFT_PREFIX, prepare
 from djl_python_neuronx.loading.prepared import Prepared
@@ -240,16 +241,21 @@ def check(
     if obstacle := _missing_here(prepared.backend):
         problems.add("warning" if serves_here else "note", obstacle)
     if not problems.errors:
-        _foresee(prepared, problems, here=serves_here and not obstacle)
+        is_known = serves_here and not obstacle
+        unknown = SURROUNDINGS - ({"target"} if here.has_neuron else frozenset())
+        _foresee(prepared, problems, frozenset() if is_known else unknown)
         _add(problems, small_host(prepared))
     _add(problems, advice(settings, prepared))
     return Report(name, problems, prepared.resolved, prepared, tuple(_lacking(prepared)))
 
 
-def _foresee(prepared: Prepared, problems: Problems, *, here: bool) -> None:
-    """Report whether a start compiles the model and its draft model, where this is the machine that serves."""
+def _foresee(prepared: Prepared, problems: Problems, unknown: Collection[str]) -> None:
+    """Report whether a start compiles the model and its draft model, where this is the machine that serves.
+
+    `unknown`: the facts that are not known of another machine.
+    """
     own = Problems()
-    if here and prepared.weights is not None:
+    if not unknown and prepared.weights is not None:
         with problems.catch():
             foresee(prepared, problems)
         with own.catch():
@@ -259,6 +265,8 @@ def _foresee(prepared: Prepared, problems: Problems, *, here: bool) -> None:
         return
     for model in (prepared, prepared.draft):
         if model is not None and model.own_graphs is None and not model.case.on_cpu:
+            with problems.catch():
+                foresee_elsewhere(model, unknown)
             model.resolved.report(compile_risks(model), problems)
     if prepared.options.compilation == "forbid" and not prepared.case.on_cpu:
         unseen = "compilation=forbid: only the machine that serves shows, with the weights, whether it has the graphs"

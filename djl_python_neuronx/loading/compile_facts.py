@@ -16,8 +16,11 @@ from djl_python_neuronx.planning.plan import flag_facts, graph_options, library_
 _PACKAGES = ("djl-python-neuronx", "safetensors", "torch", "transformers")
 
 
-def compile_facts(prepared: Prepared, model_dir: Path) -> CompileFacts:
-    """Return what graphs of a prepared model are compiled for; `model_dir` has the weights."""
+def compile_facts(prepared: Prepared, model_dir: Path, *, here: bool = True) -> CompileFacts:
+    """Return what graphs of a prepared model are compiled for; `model_dir` has the weights.
+
+    `here`: this machine will serve, so that its compiler, which must be installed, counts.
+    """
     backend = prepared.backend
     wanted: dict[str, Any] = {}
     package, version = "none", ""
@@ -25,7 +28,7 @@ def compile_facts(prepared: Prepared, model_dir: Path) -> CompileFacts:
         wanted = graph_options(prepared.options, backend)
         wanted |= library_facts(backend) | flag_facts(prepared.environ)
         wanted |= code_facts(prepared.case.code)
-        package, version = backends.COMPILER, compiler.compiler_version()
+        package, version = backends.COMPILER, compiler.compiler_version() if here else ""
     return CompileFacts(
         graph_options=wanted,
         artifact_digest=artifact_digest(model_dir),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import is_writable
-from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi
-from djl_python_neuronx.artifacts.folder import EVERYTHING
+from djl_python_neuronx.artifacts.compiled_formats import NEURON_CONFIG, graphs_in, saved_by_nxdi
+from djl_python_neuronx.artifacts.folder import EVERYTHING, read_json
 from djl_python_neuronx.artifacts.mirror import Mirror
 from djl_python_neuronx.artifacts.read_ahead import read_ahead
 from djl_python_neuronx.artifacts.store import (
@@ -31,6 +31,7 @@ from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import as_property, join_words
 from djl_python_neuronx.errors import (
+    ArtifactError,
     ArtifactMismatchError,
     ArtifactNotFoundError,
     BackendError,
@@ -44,6 +45,7 @@ from djl_python_neuronx.loading.load_plan import adapt_plan, load_plan
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress, Purpose
 from djl_python_neuronx.planning.machines import available_memory
+from djl_python_neuronx.planning.nxdi.fields import other_fields
 from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS
 from djl_python_neuronx.types import Tokenizer
 
@@ -140,6 +142,20 @@ def foresee(prepared: Prepared, problems: Problems) -> None:
     problems.add(level, message)
 
 
+def foresee_elsewhere(prepared: Prepared, unknown: Collection[str]) -> None:
+    """Judge the graphs in a folder that `compiled_graph_path` names, for a machine of which facts are `unknown`.
+
+    Raises:
+        ServingError: a start would end with it.
+    """
+    place = prepared.options.place("compiled_graph_path")
+    if place is None or prepared.weights is None or fetch.uri_scheme(place):
+        return
+    if graphs_in(Path(place)) == prepared.backend:
+        facts = compile_facts(prepared, prepared.weights.folder, here=False)
+        _named_graphs(prepared, place, facts, "none", unknown)
+
+
 def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
     """The folder or URI in `compiled_graph_path`, and whether it holds saved graphs instead of stored compiles."""
     place = prepared.options.place("compiled_graph_path")
@@ -154,7 +170,11 @@ def _named_place(prepared: Prepared) -> tuple[str | None, bool]:
 
 
 def _named_graphs(
-    prepared: Prepared, place: str, facts: manifests.CompileFacts, hashes: manifests.Hashes
+    prepared: Prepared,
+    place: str,
+    facts: manifests.CompileFacts,
+    hashes: manifests.Hashes,
+    unknown: Collection[str] = frozenset(),
 ) -> Path | None:
     """Return the local folder of saved graphs; None if they are for other facts and are to be compiled again.
 
@@ -162,7 +182,7 @@ def _named_graphs(
 
     Raises:
         ArtifactMismatchError: they are for other facts.
-        ArtifactError: one is damaged, or cannot be fetched.
+        ArtifactError: they are for another model, one is damaged, or they cannot be fetched.
     """
     environ = prepared.environ
     root = fetch.download_root(environ)
@@ -173,14 +193,29 @@ def _named_graphs(
     manifest = manifests.read(folder)
     manifests.verify(folder, manifest, hashes=hashes, exact=False)
     found = manifests.differences(facts, manifest.facts)
-    for name in PACKAGE_VERSIONS - manifest.facts.graph_options.keys():
+    for name in {*unknown, *(PACKAGE_VERSIONS - manifest.facts.graph_options.keys())}:
         found.pop(name, None)
     if found and prepared.options.on_mismatch == "error":
+        if "artifact_digest" in found:
+            msg = (
+                f"the graphs in {place} are of another model than {prepared.artifact.path}: "
+                f"{_other_model(prepared, folder)}. Name those of this model in {_OPTION}, serve the model that was "
+                "compiled, or set option.on_mismatch=recompile."
+            )
+            raise ArtifactError(msg)
         raise ArtifactMismatchError(found, place, prepared.resolved.origins)
     if found:
         listed = describe_differences(found, prepared.resolved.origins)
         logger.warning("compiled_graphs_not_used place=%s %s", place, listed)
     return None if found else folder
+
+
+def _other_model(prepared: Prepared, folder: Path) -> str:
+    """Return, in words, how the model of the graphs in a folder differs, by the configuration that lies beside them."""
+    for path in (folder / NEURON_CONFIG, folder.parent / fetch.CONFIG):
+        if path.is_file() and (found := other_fields(read_json(path), prepared.artifact.config)):
+            return f"{path} has {', '.join(found)}"
+    return "its weights, or files beside them, differ from those that were compiled"
 
 
 def _locate(prepared: Prepared, named: str | None) -> CompilePlace:

@@ -26,7 +26,7 @@ from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS, graph_options, li
 
 FLAGS = "cc_flags"
 """The compiler flags of the environment, among what graphs depend on."""
-_SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"}) | PACKAGE_VERSIONS
+SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"}) | PACKAGE_VERSIONS
 """Facts that graphs depend on beside options and flags; unknown for a machine other than this one."""
 _PINNED = names_where(lambda marker: marker.output == "pinned")
 
@@ -103,7 +103,7 @@ def find_mismatch(
     if artifact.manifest is not None:
         # It records all options: one that is missing was not set.
         recorded["target"] = artifact.manifest.facts.target
-        unknown = (_SURROUNDINGS - surroundings.keys()) | (PACKAGE_VERSIONS - recorded.keys())
+        unknown = (SURROUNDINGS - surroundings.keys()) | (PACKAGE_VERSIONS - recorded.keys())
         names = {*recorded, *wanted} - unknown
         recorded = {name: recorded.get(name) for name in names}
         wanted = {name: wanted.get(name) for name in names}

@@ -24,6 +24,7 @@ from djl_python_neuronx.errors import (
     UnknownFormatError,
 )
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.planning.nxdi.fields import other_fields
 from tests.artifacts import folders
 from tests.artifacts.folders import BUILDERS, CONFIG, write_json
 
@@ -324,9 +325,74 @@ def test_graphs_of_another_model_are_refused(tmp_path, named):
     graphs = folders.nxdi(tmp_path / "neuron-compiled-artifacts")
     folders.edit_json(graphs / "neuron_config.json", head_dim=64, rope_theta=10000.0)
     assert detect(path).compiled == graphs
-    folders.edit_json(graphs / "neuron_config.json", vocab_size=32000)
-    with pytest.raises(ArtifactError, match=r"another model.*vocab_size 32000 instead of 16"):
+    folders.edit_json(graphs / "neuron_config.json", vocab_size=32000, tie_word_embeddings=True)
+    words = (
+        r"another model.*tie_word_embeddings True instead of False, vocab_size 32000 instead of 16"
+    )
+    with pytest.raises(ArtifactError, match=words):
         with_graphs(detect(folders.huggingface(tmp_path / "x")), graphs) if named else detect(path)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OTHERS = {
+    "activation": ({"hidden_act": "silu"}, {"hidden_act": "gelu"}, "hidden_act 'gelu' instead of"),
+    "biases": ({"attention_bias": False}, {"attention_bias": True}, "attention_bias"),
+    "biases of the MLP": ({"mlp_bias": False}, {"mlp_bias": True}, "mlp_bias"),
+    "tied": ({}, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    "heads": ({"head_dim": 4}, {"head_dim": 8}, "head_dim"),
+    "a head's size that follows": ({"head_dim": None}, {"head_dim": 4}, ""),
+    "window": ({"sliding_window": None}, {"sliding_window": 4096}, "sliding_window"),
+    "no window": ({"sliding_window": 4096}, {"sliding_window": None}, "sliding_window"),
+    "a window that is off": (
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "qwen2", "sliding_window": None, "use_sliding_window": False},
+        "",
+    ),
+    "scaled": ({"rope_scaling": None}, {"rope_scaling": LLAMA3}, "rope_scaling"),
+    "not scaled": ({"rope_scaling": LLAMA3}, {"rope_scaling": None}, "rope_scaling"),
+    "a factor": ({"rope_scaling": LLAMA3}, {"rope_scaling": {**LLAMA3, "factor": 4}}, "factor"),
+    "an old name": (
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+        "",
+    ),
+    "names of transformers 5": (
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+        "",
+    ),
+    "what transformers 4 does not read": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 10000.0},
+        "rope_theta 10000.0 instead of 500000.0",
+    ),
+    "experts": (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
+        "num_experts_per_tok 1 instead of 2, num_local_experts 4 instead of 8",
+    ),
+    # Qwen3MoeInferenceConfig records the experts' size, and a padded one.
+    "sizes that a class rewrites": (
+        {"model_type": "qwen3_moe", "intermediate_size": 16, "moe_intermediate_size": 6},
+        {"model_type": "qwen3_moe", "intermediate_size": 6, "moe_intermediate_size": 8},
+        "",
+    ),
+    # DeepseekV3InferenceConfig of contrib/models.
+    "sizes that contributed code rewrites": (
+        {"model_type": "deepseek_v3", "intermediate_size": 16, "head_dim": 4},
+        {"model_type": "deepseek_v3", "intermediate_size": 6, "head_dim": 9},
+        "",
+    ),
+}
+"""Changes of config.json and of the record, and the words of the error; none for the same model."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_field_that_changes_a_number_is_compared_with_the_record(name):
+    config, recorded, words = OTHERS[name]
+    found = ", ".join(other_fields({**folders.CONFIG, **recorded}, {**folders.CONFIG, **config}))
+    assert words in found
+    assert bool(words) == bool(found)
 
 
 @pytest.mark.parametrize(

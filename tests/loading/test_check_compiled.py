@@ -589,6 +589,42 @@ def test_check_says_whether_a_start_compiles(tmp_path, at_hand):
     assert "has no graphs as a draft model" in of_draft
 
 
+def test_graphs_that_this_package_stored_for_another_model_are_refused(tmp_path, at_hand):
+    """On the machine that serves, and for another one, whose versions are unknown."""
+    at_hand(INF2, "0.13", "2.0")
+    CompileStore(tmp_path / "store").build(
+        compile_facts(run(TINY, **GRAPHS).prepared, TINY),
+        lambda folder: (folder / "prefill.neff").write_text("x"),
+        on_miss=lambda miss: None,
+        effective_options={},
+        packages={},
+    )
+    (stored,) = (path.parent for path in (tmp_path / "store").rglob("prefill.neff"))
+    other, output = tmp_path / "other", tmp_path / "output"
+    shutil.copytree(TINY, other)
+    folders.edit_json(other / "config.json", rope_theta=305.0)
+    shutil.copytree(stored, output / "compiled")
+    shutil.copy(TINY / "config.json", output)
+    for machine, serves in ((INF2, None), (LAPTOP, "inf2.xlarge")):
+        at_hand(machine, *(("0.13", "2.0") if serves is None else ()))
+        for named, words in (
+            (stored, "its weights, or files beside them, differ"),
+            (output / "compiled", f"{output / 'config.json'} has rope_theta 300.0 instead of 305"),
+        ):
+            place = {**GRAPHS, "compiled_graph_path": str(named)}
+            assert run(TINY, machine=serves, **place).ok
+            (error,) = run(other, machine=serves, **place).findings.messages("error")
+            assert f"of another model than {other}: {words}" in error
+            assert "sampled:" not in error
+            (error,) = run(
+                TINY, machine=serves, **{**place, "max_rolling_batch_size": "4"}
+            ).findings.messages("error")
+            assert "max_rolling_batch_size: compiled 2, wanted 4" in error
+    place["tensor_parallel_degree"] = "2"
+    (error,) = run(TINY, machine="trn1.2xlarge", **place).findings.messages("error")
+    assert "target: compiled 'inf2', wanted 'trn1'" in error
+
+
 def test_check_elsewhere_cannot_see_the_store(tmp_path, at_hand):
     at_hand(LAPTOP)
     missing = {"compiled_graph_path": str(tmp_path / "cache"), "compilation": "forbid"}

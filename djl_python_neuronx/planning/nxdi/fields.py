@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.planning.fields import (
     LIBRARY_ONLY,
     QUANTISED,
@@ -134,3 +135,54 @@ NXDI_FIELDS: Final[Mapping[str, Mapping[str, Field]]] = {
     name: {**_OF_ALL, **fields} for name, fields in _OF_ONE.items()
 }
 """`model_type` to its fields."""
+
+_OF_ANY: Final = read(
+    "hidden_size model_type num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps "
+    "rope_theta vocab_size"
+)
+"""Fields that the library records as they are, whichever class the model has."""
+_REWRITTEN: Final[Mapping[str, frozenset[str]]] = {
+    "gpt_oss": frozenset({"hidden_size", "intermediate_size", "rms_norm_eps"}),
+    "qwen3_moe": frozenset({"intermediate_size", "moe_intermediate_size"}),
+}
+"""Fields that a class changes before it records them: padded sizes, those of the experts, and constants."""
+_SCALING: Final = "rope_scaling"
+
+
+def other_fields(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return, in words, the fields in which the configuration that the library recorded is of another model.
+
+    `config`: the content of `config.json`. A field that either lacks is not compared.
+    """
+    kind = str(config.get("model_type"))
+    names = {*_OF_ANY, *_OF_ONE.get(kind, ())} - {*ROTARY} - _REWRITTEN.get(kind, frozenset())
+    if kind in _OF_ONE:
+        names.add(_SCALING)
+    if False in (recorded.get("use_sliding_window"), config.get("use_sliding_window")):
+        names.discard("sliding_window")
+    # transformers 4, with which the library records, reads no `rope_parameters`; transformers 5 reads them first.
+    own = recorded.get(_SCALING, recorded.get("rope_parameters"))
+    scaling = _positions(own)
+    found = {**scaling, **recorded, _SCALING: scaling[_SCALING]}
+    wanted = {**config, **_positions(config.get("rope_parameters") or config.get(_SCALING))}
+    return [
+        f"{name} {shortened(found[name])!r} instead of {shortened(wanted[name])!r}"
+        for name in sorted(names & found.keys() & wanted.keys())
+        # Null stands for a value that follows from others, but for no window.
+        if name == "sliding_window" or None not in (found[name], wanted[name])
+        if _differ(found[name], wanted[name])
+    ]
+
+
+def _positions(scaling: object) -> dict[str, Any]:
+    """Return `rope_scaling` with a type in any case, and `rope_theta` if it is among the parameters of positions."""
+    values = dict(scaling) if isinstance(scaling, Mapping) else {}
+    kind = values.pop("type", "default")
+    theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
+    return {**theta, _SCALING: {"rope_type": kind, **values}}
+
+
+def _differ(one: object, other: object) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return any(_differ(one[name], other[name]) for name in one.keys() & other.keys())
+    return one != other
