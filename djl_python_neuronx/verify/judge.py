@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
@@ -15,20 +16,24 @@ from djl_python_neuronx.engine.runner import Graph
 from djl_python_neuronx.verify.record import Finding, Record, Seen
 from djl_python_neuronx.verify.reference import Float64Array, Reference, chi_square, distribution
 
+logger = logging.getLogger(__name__)
+
 _MULTIPLE, _QUANTILE, _MEDIANS = 4, 0.99, 3
 _FLOOR = 1e-3
 """Least bound: a device computes functions such as exp by tables, and sums in another order than a CPU."""
 _ALPHA = 0.001
 _FEWEST = 5
 """Expected draws of a bin of chi-square, and least outputs whose median counts."""
+_NEAR = 16
+"""Logits that rounding may make of those of the reference, for a device that returns none."""
 RULE = (
     "The difference of an output is the largest of any logit from that of transformers in float32, in standard "
     f"deviations of the logits of that place. Its bound is {_MULTIPLE} times the difference that transformers itself "
     f"has there on the CPU in the served dtype, at least {_MULTIPLE} times the {_QUANTILE:.0%} quantile of these, and "
     f"at least {_FLOOR}. A token that the device or the engine has chosen greedily may lie two bounds behind the best "
-    f"one. The median difference of a graph or slot may be {_MEDIANS} times that of the CPU, or {_FLOOR}. Draws must "
-    f"pass a chi-square test of their distribution, as transformers defines it, at {_ALPHA} divided by the number of "
-    "tests."
+    "one. The median difference of a graph or slot, and the median distance of its tokens from the best ones, may be "
+    f"{_MEDIANS} times that of the CPU, or {_FLOOR}. Draws must pass a chi-square test of their distribution, as "
+    f"transformers defines it but with ties whole, at {_ALPHA} divided by the number of tests."
 )
 
 
@@ -36,11 +41,19 @@ _Place: TypeAlias = tuple[int, int]
 """A text and a position in it."""
 
 
+class _Off(NamedTuple):
+    """Distances of an output, in standard deviations of the reference's logits; None: it has none of the kind."""
+
+    logits: float | None
+    """The difference."""
+    token: float | None
+    """The distance of the token from the best one."""
+
+
 class _Judged(NamedTuple):
     seen: Seen
-    error: float | None
-    """The difference; None for a token alone."""
-    usual: float
+    off: _Off
+    usual: _Off
     """That of the CPU in the served dtype; 0 in float32."""
     wrong: bool
 
@@ -48,33 +61,37 @@ class _Judged(NamedTuple):
 def judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
     """Compare a record with the checkpoint of a plan; return a part of the report. The model must not be loaded.
 
-    Raises:
-        ServingError: the reference cannot be loaded.
+    A failure of that is a part of the report too: the record may have taken hours.
     """
+    try:
+        return _judge(record, plan)
+    except Exception as error:
+        logger.exception("comparison_failed")
+        # Of the error its class alone: its message may hold paths.
+        failed = f"all outputs: the comparison failed ({type(error).__name__}), see its log"
+        return {
+            "verdict": "wrong" if record.failures else "unknown",
+            "findings": [one._asdict() for one in record.failures],
+            "left_out": [*record.left_out, failed],
+            "rule": RULE,
+            "cpu_difference": None,
+            "least_bound": None,
+            "graphs": [*_graphs(record, defaultdict(list))],
+            "draws": [],
+        }
+
+
+def _judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
     reference = Reference(plan, "float32")
     logits = record.logits
     eos_ids = {token for token in reference.eos_ids if token < record.spec.vocab_size}
     exact = {place: logits.add(row) for place, row in _run(record, reference)}
     del reference
-    usual = dict.fromkeys(exact, 0.0)
-    if plan.dtype != "float32":
-        rounded = _run(record, Reference(plan, plan.dtype))
-        usual = {place: difference(row, logits[exact[place]]) for place, row in rounded}
-    cpu_error = float(np.quantile([*usual.values()] or [0.0], _QUANTILE))
+    usual, rounded = _run_rounded(record, plan, exact)
+    cpu_error = float(np.quantile([one.logits for one in usual.values()] or [0.0], _QUANTILE))
     least = max(_FLOOR, _MULTIPLE * cpu_error)
-    groups: dict[str, list[_Judged]] = defaultdict(list)
-    for seen in record.seen:
-        if seen.logits is seen.token is None:
-            continue
-        place = seen.text, seen.position
-        bound = max(least, _MULTIPLE * usual[place])
-        error, wrong = _compare(seen, record, logits[exact[place]], bound)
-        one = _Judged(seen, error, usual[place], wrong)
-        groups[_name(seen.graph)].append(one)
-        if seen.graph is not None:
-            groups["all graphs"].append(one)
-            groups[f"slot {seen.slot}"].append(one)
-    draws = [*_judge_draws(record, exact, cpu_error or _FLOOR)]
+    groups = _judge_outputs(record, exact, usual, least)
+    draws = [*_judge_draws(record, exact, rounded)]
     left_out = list(record.left_out)
     if least > 1:
         left_out.append(
@@ -96,6 +113,41 @@ def judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
     }
 
 
+def _run_rounded(
+    record: Record, plan: LoadPlan, exact: Mapping[_Place, int]
+) -> tuple[dict[_Place, _Off], dict[_Place, Float32Array]]:
+    """Run the CPU in the served dtype: how far each place is off, and the logits of those with draws."""
+    logits, drawn = record.logits, {(one.seen.text, one.seen.position) for one in record.draws}
+    usual, rounded = dict.fromkeys(exact, _Off(0.0, 0.0)), {at: logits[exact[at]] for at in drawn}
+    if plan.dtype != "float32":
+        for place, row in _run(record, Reference(plan, plan.dtype)):
+            usual[place] = _compare(row, int(row.argmax()), logits[exact[place]])
+            if place in drawn:
+                rounded[place] = row
+    return usual, rounded
+
+
+def _judge_outputs(
+    record: Record, exact: Mapping[_Place, int], usual: Mapping[_Place, _Off], least: float
+) -> dict[str, list[_Judged]]:
+    """Return the outputs of each graph, slot, and of all graphs. `least`: the least bound."""
+    groups: dict[str, list[_Judged]] = defaultdict(list)
+    for seen in record.seen:
+        if seen.logits is seen.token is None:
+            continue
+        place = seen.text, seen.position
+        row = None if seen.logits is None else record.logits[seen.logits]
+        off = _compare(row, seen.token, record.logits[exact[place]])
+        bound = max(least, _MULTIPLE * (usual[place].logits or 0.0))
+        wrong = (off.logits or 0.0) > bound or (off.token or 0.0) > 2 * bound
+        one = _Judged(seen, off, usual[place], wrong)
+        groups[_name(seen.graph)].append(one)
+        if seen.graph is not None:
+            groups["all graphs"].append(one)
+            groups[f"slot {seen.slot}"].append(one)
+    return groups
+
+
 def _run(record: Record, reference: Reference) -> Iterator[tuple[_Place, Float32Array]]:
     """Yield the reference's logits behind all places of a record."""
     wanted = defaultdict(set)
@@ -107,18 +159,13 @@ def _run(record: Record, reference: Reference) -> Iterator[tuple[_Place, Float32
             yield (text, position), row[: record.spec.vocab_size]
 
 
-def _compare(
-    seen: Seen, record: Record, wanted: Float32Array, bound: float
-) -> tuple[float | None, bool]:
-    """Return the difference of an output, None of a token alone, and True if it is wrong."""
-    error, wrong = None, False
-    if seen.logits is not None:
-        error = difference(record.logits[seen.logits], wanted)
-        wrong = error > bound
-    if seen.token is not None:
-        behind = wanted.max() - wanted[seen.token] if seen.token >= 0 else np.inf
-        wrong = wrong or bool(behind > 2 * bound * wanted.std())
-    return error, wrong
+def _compare(found: Float32Array | None, token: int | None, wanted: Float32Array) -> _Off:
+    """Compare an output with the reference's logits; an id outside the vocabulary is infinitely off."""
+    behind = None
+    if token is not None:
+        known = 0 <= token < len(wanted)
+        behind = float((wanted.max() - wanted[token]) / wanted.std()) if known else float("inf")
+    return _Off(None if found is None else difference(found, wanted), behind)
 
 
 def difference(found: Float32Array, wanted: Float32Array) -> float:
@@ -129,34 +176,56 @@ def difference(found: Float32Array, wanted: Float32Array) -> float:
 
 
 def _judge_draws(
-    record: Record, exact: Mapping[_Place, int], usual: float
+    record: Record, exact: Mapping[_Place, int], rounded: Mapping[_Place, Float32Array]
 ) -> Iterator[dict[str, Any]]:
+    """Yield the test of each setting. `rounded`: logits of the CPU in the served dtype."""
     for settings, place, tokens, seen in record.draws:
-        number, slack = seen.logits, 0.0
-        logits = record.logits[exact[seen.text, seen.position] if number is None else number]
-        if number is None:  # the device keeps its own
-            slack = float(np.expm1(2 * usual * logits.std()))
-        p = p_value(tokens, distribution(logits, settings), slack)
+        at, kept = (seen.text, seen.position), int(settings.get("top_k", 0))
+        if seen.logits is not None:
+            p = p_value(tokens, distribution(record.logits[seen.logits], settings))
+        else:
+            logits = record.logits[exact[at]]
+            near = [distribution(row, settings) for row in near_logits(logits, rounded[at])]
+            p = p_value(tokens, distribution(logits, settings), near)
+            p = 0.0 if 0 < kept < len({*tokens}) else p  # whatever the logits are
         passed = p > _ALPHA / len(record.draws)
         yield {"settings": settings, "place": place, "draws": len(tokens), "p": p, "right": passed}
 
 
-def p_value(drawn: Sequence[int], wanted: Float64Array, slack: float = 0.0) -> float:
+def near_logits(logits: Float32Array, rounded: Float32Array) -> Iterator[Float32Array]:
+    """Yield logits with twice the errors of the CPU's, each moved to another token of nearly the same rank."""
+    order = logits.argsort()
+    errors = 2 * (rounded - logits)[order]
+    for ranks in range(_NEAR):
+        near = logits.copy()
+        near[order] += np.roll(errors, ranks)
+        yield near
+
+
+def p_value(drawn: Sequence[int], wanted: Float64Array, near: Sequence[Float64Array] = ()) -> float:
     """Return the chance of a chi-square at least as large; 0 if a token without probability was drawn.
 
-    `slack`: probabilities are known up to this part of them, and only what lies beyond counts.
+    `near`: distributions that rounding may make of the wanted one, if it is not known better; the variance of a bin is
+    larger by theirs, and tokens without probability may be drawn.
     """
-    counts, expected = np.bincount(drawn, minlength=len(wanted)), wanted * len(drawn)
-    if not slack and counts[wanted == 0].any():
+    if not 0 <= min(drawn) <= max(drawn) < len(wanted):
         return 0.0
-    bins = [[0.0, 0.0]]
-    for token in expected.argsort():
-        if bins[-1][1] >= _FEWEST:  # rarer tokens share a bin
-            bins.append([0.0, 0.0])
-        bins[-1][0] += counts[token]
-        bins[-1][1] += expected[token]
-    beyond = [max(abs(count - mass) - slack * mass, 0.0) ** 2 / mass for count, mass in bins]
-    return chi_square(sum(beyond), len(bins) - 1) if len(bins) > 1 else 1.0
+    counts, expected = np.bincount(drawn, minlength=len(wanted)), wanted * len(drawn)
+    if not near and counts[wanted == 0].any():
+        return 0.0
+    order, starts, filled = expected.argsort(), [0], 0.0
+    for i, mass in enumerate(expected[order]):
+        if filled >= _FEWEST:  # rarer tokens share a bin
+            starts.append(i)
+            filled = 0.0
+        filled += mass
+    found, mean, *others = (
+        np.add.reduceat(values[order], starts)
+        for values in (counts, expected, *(one * len(drawn) for one in near or [wanted]))
+    )
+    variance = mean + np.max([(other - mean) ** 2 for other in others], axis=0)
+    statistic = float(((found - mean) ** 2 / variance).sum())
+    return chi_square(statistic, len(starts) - 1) if len(starts) > 1 else 1.0
 
 
 def _graphs(record: Record, groups: Mapping[str, Sequence[_Judged]]) -> Iterator[dict[str, Any]]:
@@ -167,7 +236,9 @@ def _graphs(record: Record, groups: Mapping[str, Sequence[_Judged]]) -> Iterator
             "graph": _name(graph),
             "outputs": len(found),
             "wrong": sum(one.wrong for one in found),
-            "difference": max((one.error for one in found if one.error is not None), default=None),
+            "difference": max(
+                (one.off.logits for one in found if one.off.logits is not None), default=None
+            ),
             "calls": len(calls),
             "median_ms": 1000 * median(calls[1:] or calls) if calls else None,
         }
@@ -196,12 +267,14 @@ def _locate(groups: Mapping[str, Sequence[_Judged]]) -> Iterator[Finding]:
 
 
 def _median_problem(found: Sequence[_Judged]) -> str:
-    """Describe a median difference that is too large; empty if it is not, or the outputs are few."""
-    errors = [one.error for one in found if one.error is not None]
-    usual = median(one.usual for one in found) if found else 0.0
-    if len(errors) < _FEWEST or median(errors) <= max(_FLOOR, _MEDIANS * usual):
-        return ""
-    return f"the median difference of {len(errors)} outputs is {median(errors):.3g}, on the CPU {usual:.3g}"
+    """Describe a median that is too large; empty if none is, or the outputs are few."""
+    for kind, what in enumerate(("difference", "distance from the best token")):
+        pairs = [(one.off[kind], one.usual[kind]) for one in found if one.off[kind] is not None]
+        if len(pairs) >= _FEWEST:
+            here, usual = (median(values) for values in zip(*pairs, strict=True))
+            if here > max(_FLOOR, _MEDIANS * usual):
+                return f"the median {what} of {len(pairs)} outputs is {here:.3g}, on the CPU {usual:.3g}"
+    return ""
 
 
 def _describe(wrong: Sequence[_Judged], found: Sequence[_Judged]) -> str:
@@ -212,10 +285,11 @@ def _describe(wrong: Sequence[_Judged], found: Sequence[_Judged]) -> str:
         bad = {getattr(one.seen, name) for one in wrong}
         parts += [f"{nouns} {_ranges(bad, every)} of {_ranges({*every}, every)}"] * (every != [-1])
     parts.append(f"scenarios {', '.join(sorted({one.seen.scenario for one in wrong}))}")
-    seen, error, _, _ = max(wrong, key=lambda one: one.error or 0.0)
-    off = "another token" if error is None else f"off by {error:.3g}"
+    seen, (error, behind), *_ = max(wrong, key=lambda one: one.off.logits or one.off.token or 0.0)
+    off = [] if error is None else [f"off by {error:.3g}"]
+    off += [f"token {seen.token} is {behind:.3g} behind the best one"] if behind else []
     row = "" if seen.graph is None else f"slot {seen.slot} of {seen.rows} rows, "
-    parts.append(f"worst at {row}position {seen.position}: {off}")
+    parts.append(f"worst at {row}position {seen.position}: {', '.join(off)}")
     return "; ".join(parts)
 
 

@@ -55,8 +55,11 @@ class Reference:
 
 
 def distribution(logits: Float32Array, settings: Mapping[str, Any]) -> Float64Array:
-    """float64[V]: the probabilities from which transformers' `generate` draws, in its order of rules."""
-    scores = torch.from_numpy(logits.copy()).double()[None]
+    """float64[V]: the probabilities from which transformers' `generate` draws, in its order of rules.
+
+    A tie at the edge of a nucleus is kept whole, as by the engine's sampler; transformers cuts it anywhere.
+    """
+    scores = given = torch.from_numpy(logits.copy()).double()[None]
     warpers = [_MADE.TemperatureLogitsWarper(float(settings["temperature"]))]
     if settings.get("top_k"):
         warpers.append(_MADE.TopKLogitsWarper(int(settings["top_k"])))
@@ -64,7 +67,9 @@ def distribution(logits: Float32Array, settings: Mapping[str, Any]) -> Float64Ar
         warpers.append(_MADE.TopPLogitsWarper(float(settings["top_p"])))
     for warper in warpers:
         scores = warper(None, scores)
-    found: Float64Array = torch.softmax(scores[0], 0).numpy()
+    least = given.where(scores > -torch.inf, torch.inf).min()
+    kept = given.where(given >= least, -torch.inf) / float(settings["temperature"])
+    found: Float64Array = torch.softmax(kept[0], 0).numpy()
     return found
 
 

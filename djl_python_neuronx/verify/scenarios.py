@@ -8,9 +8,10 @@ from itertools import chain
 from typing import Any
 
 from djl_python_neuronx.backends.base import Backend, Want
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import check, longest_prompt, sampled_on_host
-from djl_python_neuronx.errors import StepError, UnsupportedParameterError
+from djl_python_neuronx.errors import BackendError, UnsupportedParameterError
 from djl_python_neuronx.sampling import SamplingParams
 from djl_python_neuronx.types import GenerationRequest
 from djl_python_neuronx.verify.drive import GREEDY, Driver
@@ -39,8 +40,7 @@ _NEW, _MOST_REQUESTS = 4, 16
 def run_scenarios(backend: Backend, *, quick: bool = False) -> Record:
     """Run every scenario on a backend with empty slots. A step that fails ends its scenario, and is recorded.
 
-    Raises:
-        StepError: the backend is lost.
+    If the backend is lost, it is the last one.
     """
     driver = Driver(backend, quick=quick)
     for scenario in (_prompts, _lengths, _slots, _together, _prefix, _columns, _draws, _requests):
@@ -48,9 +48,7 @@ def run_scenarios(backend: Backend, *, quick: bool = False) -> Record:
         logger.info("verifying scenario=%s", driver.scenario)
         try:
             scenario(driver)
-        except StepError as error:
-            if error.fatal:
-                raise
+        except BackendError as error:
             logger.warning("step_failed scenario=%s", driver.scenario, exc_info=True)
             rows = [
                 (row.slots.tolist(), row.starts.tolist(), row.lens.tolist())
@@ -59,10 +57,20 @@ def run_scenarios(backend: Backend, *, quick: bool = False) -> Record:
             # Of the error its class alone: its message may hold paths.
             problem = f"{type(error).__name__}; the last step had slots, starts and tokens {rows}"
             driver.record.failures.append(Finding(f"scenario {driver.scenario}", problem))
+            if error.fatal:
+                driver.record.left_out.append(f"what follows {driver.scenario}: the device is lost")
+                break
         driver.leave(*driver.live)
     if driver.spec.adapters != ("",):
         driver.record.left_out.append("LoRA adapters")
     return driver.record
+
+
+def most_outputs(plan: LoadPlan, widths: int) -> int:
+    """Return an upper bound of the outputs recorded. `widths`: numbers of slots that decode graphs exist for."""
+    graphs = len(plan.prefill_buckets) + widths * max(1, len(plan.token_buckets))
+    far = widths * plan.max_model_len // _EVERY
+    return 20 * plan.num_slots + 20 * graphs + far + 3 * _DEEP
 
 
 def _prompts(driver: Driver) -> None:
@@ -202,6 +210,8 @@ def _requests(driver: Driver) -> None:
         for position, token in enumerate(tokens, len(prompts[name]) - 1):
             seen = Seen(driver.scenario, None, -1, -1, len(record.texts) - 1, position, token=token)
             record.seen.append(seen)
+            if not 0 <= token < spec.vocab_size:
+                break  # nothing has a meaning behind it
 
 
 def _generate(

@@ -7,15 +7,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
-from djl_python_neuronx.artifacts.atomic import temporary_folder
+from djl_python_neuronx.artifacts.atomic import require_space, temporary_folder
 from djl_python_neuronx.artifacts.fetch import download_root
 from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.engine_process import ModelJob
+from djl_python_neuronx.loading.load_plan import load_plan
 from djl_python_neuronx.loading.pinned import pinned
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared
@@ -27,6 +29,7 @@ from djl_python_neuronx.planning.memory import float32_bytes
 from djl_python_neuronx.telemetry import log_settings
 from djl_python_neuronx.verify.process import Job, verify_guarded
 from djl_python_neuronx.verify.report import make_report
+from djl_python_neuronx.verify.scenarios import most_outputs
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_id=None)
 
@@ -83,6 +86,7 @@ def _check(prepared: Prepared, layers: int | None) -> None:
 
     Raises:
         ConfigError: the first reason.
+        ArtifactAccessError: the disk of temporary files has no room for the outputs.
     """
     options, model, weights = prepared.options, prepared.case.model, prepared.weights
     if options.simulated:
@@ -101,6 +105,11 @@ def _check(prepared: Prepared, layers: int | None) -> None:
             f"--layers is {layers}, and the model has {total}; give fewer, or leave it out for all"
         )
         raise ConfigError(msg)
+    widths = {graph.batch for graph in prepared.planned.graphs if graph.kind == "decode"}
+    outputs = most_outputs(load_plan(prepared, lambda: _NO_TOKENIZER), len(widths) or 1)
+    size = 2 * 4 * outputs * (model.vocab_size or 0)  # float32 of the device and of the reference
+    remedy = "name a folder on a larger disk in TMPDIR, or serve fewer slots"
+    require_space("the comparison of logits", Path(gettempdir()), size, remedy)
     needed, there = float32_bytes(model, layers), available_memory()
     if there is not None and needed > there:
         fits = [n for n in range(1, total or 0) if float32_bytes(model, n) <= there]

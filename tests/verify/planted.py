@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from djl_python_neuronx.backends import LoadPlan
-from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput
+from djl_python_neuronx.backends.base import Backend, Rows, Step, StepOutput, Want
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.errors import StepError
 from djl_python_neuronx.verify.judge import judge
@@ -113,6 +113,53 @@ class FailedGraph(Wrapped):
         return self._sound.run(step)
 
 
+class LostDevice(FailedGraph):
+    """The largest decode graph ends the device."""
+
+    def run(self, step: Step) -> StepOutput:
+        try:
+            return super().run(step)
+        except StepError as error:
+            error.fatal = True
+            raise
+
+
+class ThirdBest(Wrapped):
+    """A device that returns tokens alone, and never the best one."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.spec = replace(
+            backend.spec, outputs=Want.TOKENS, score_columns=0, fixed_sampling=(1.0, 1.0, 1.0)
+        )
+
+    def run(self, step: Step) -> StepOutput:
+        known, logits = self.spec.vocab_size - 1, Want.LOGITS
+        parts = {
+            name: replace(
+                rows,
+                input_ids=rows.input_ids.clip(0, known),
+                wants=logits if rows.wants else rows.wants,
+            )
+            for name, rows in step.parts
+        }
+        output = self._sound.run(Step(**parts))
+        ids = None if output.logits is None else self.chosen(output.logits)
+        return replace(output, ids=ids, logits=None)
+
+    def chosen(self, logits: np.ndarray) -> np.ndarray:
+        return np.argsort(logits, -1)[..., -3]
+
+
+class Padding(ThirdBest):
+    """The first row gets an id of the padded vocabulary."""
+
+    def chosen(self, logits: np.ndarray) -> np.ndarray:
+        ids = logits.argmax(-1)
+        ids[0] = self.spec.vocab_size
+        return ids
+
+
 class OtherEnd(Wrapped):
     """Texts end with another token."""
 
@@ -200,6 +247,13 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         ),
         "a graph that fails": Fault(
             "scenario lengths", r"StepError; .*\[3\], \[24\], \[1\]", wrapper=FailedGraph
+        ),
+        "a lost device": Fault(
+            "scenario lengths", "StepError", wrapper=LostDevice, only="scenario lengths"
+        ),
+        "never the best token": Fault("all graphs", "", wrapper=ThirdBest),
+        "an id outside the vocabulary": Fault(
+            "greedy requests|all graphs", "token 97 is inf behind", wrapper=Padding
         ),
         "another end of text": Fault(
             "end of text", r"\[7\], in transformers with \[1\]", wrapper=OtherEnd

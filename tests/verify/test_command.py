@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from djl_python_neuronx import cli
 from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.nxdi.contrib import Code
-from djl_python_neuronx.verify import start
+from djl_python_neuronx.verify import judge, start
 from djl_python_neuronx.verify.process import verify_job
 from djl_python_neuronx.verify.report import make_report
 from tests.doubles.tiny_models import save_tiny_model
@@ -93,6 +95,32 @@ def test_a_wrong_model_has_exit_status_1(
     assert shown.startswith("wrong: ")
     assert re.search(r"^- sampling on the host: 100 draws with .*'top_p': 0.6", shown, re.MULTILINE)
     assert "| sampling on the host |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_failed_comparison_loses_no_report(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        message = "/home/me/secret"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(start, "verify_guarded", lambda job, _environ: verify_job(job))
+    monkeypatch.setattr(judge, "Reference", fail)
+    assert cli.main(["verify", str(model), *FLAGS, "--quick", "--output", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("unknown: 0 outputs")
+    assert "not compared: all outputs: the comparison failed (RuntimeError)" in shown
+    assert "secret" not in shown.replace("has no secrets", "")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert all(one["median_ms"] > 0 for one in report["graphs"] if one["calls"])
+
+
+def test_outputs_that_do_not_fit_on_the_disk_are_an_error_before_all(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    assert cli.main(["verify", str(model), *FLAGS]) == 1
+    assert "TMPDIR" in capsys.readouterr().err
 
 
 REFUSED = {

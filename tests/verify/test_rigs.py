@@ -31,7 +31,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "nxdi static": {"continuous": False},
     "nxdi few": {"token_generation_batches": [1, 2]},
     "nxdi tp2": {"tp": 2},
-    "nxdi greedy": {"on_device_generation": True},
+    "nxdi greedy": {"on_device_generation": {"do_sample": False}},
     "nxdi dynamic": {"on_device_generation": {"dynamic": True}},
     "nxdi mixed": {"on_device_generation": {"dynamic": True}, "output_logits": True},
     "nxdi fixed": {"on_device_generation": {"do_sample": True, "top_k": 8, "temperature": 0.8}},
