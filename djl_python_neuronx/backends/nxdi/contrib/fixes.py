@@ -21,21 +21,13 @@ def _application(module: ModuleType) -> Any:  # noqa: ANN401
     return next(each for each in found if each.__module__ == module.__name__)
 
 
-def _tie(module: ModuleType, embedding: str) -> None:
+def _tie(module: ModuleType, embedding: str = "embed_tokens.weight") -> None:
+    """Let a tied output projection have the embedding's weights, of the name `embedding`: the class leaves them out."""
+
     def copy(state: dict[str, Any]) -> None:
         state["lm_head.weight"] = state[embedding].clone()
 
     _application(module).update_state_dict_for_tied_weights = staticmethod(copy)
-
-
-def _tie_embeddings(module: ModuleType) -> None:
-    """Let a tied output projection have the embedding's weights: the class leaves them out."""
-    _tie(module, "embed_tokens.weight")
-
-
-def _tie_scaled_embeddings(module: ModuleType) -> None:
-    """The same for an embedding inside of a module that scales it."""
-    _tie(module, "embed_tokens.embedding.weight")
 
 
 def _openai_gpt(module: ModuleType) -> None:
@@ -243,8 +235,8 @@ FIXES: Final[Mapping[str, Fix]] = MappingProxyType(
         "openai-gpt": _openai_gpt,
         "opt": _opt,
         "phi3": _phi3,
-        "tie-embeddings": _tie_embeddings,
-        "tie-scaled-embeddings": _tie_scaled_embeddings,
+        "tie-embeddings": _tie,
+        "tie-scaled-embeddings": partial(_tie, embedding="embed_tokens.embedding.weight"),
     }
 )
 """Name to fix."""
