@@ -6,23 +6,22 @@ the memory of a compile are free again before the model is loaded.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends.plan import LoadPlan
-from djl_python_neuronx.errors import BackendError, CompileError, ServingError, revive, to_json
-from djl_python_neuronx.loading.guarded_job import run_guarded
+from djl_python_neuronx.errors import BackendError, CompileError, ServingError
+from djl_python_neuronx.loading.guarded_job import do_job, run_guarded
 from djl_python_neuronx.planning.machines import oom_kills
 from djl_python_neuronx.telemetry import log_settings, setup_logging
 
@@ -89,14 +88,13 @@ def compile_guarded(
     job = _JOB.dump_json(_Job(backend, plan, target, log_settings()))
     kills = oom_kills()
     watch = _Watch(target, neff_cache, forecast)
-    status, outcome = run_guarded(__name__, job, environ, look=watch.report)
-    if status != 0:
-        raise _explained(_failure(backend, outcome, status), kills)
+    try:
+        run_guarded(__name__, job, environ, partial(_ended, backend), look=watch.report)
+    except ServingError as error:
+        raise _explained(error, kills) from None
 
 
-def _failure(backend: str, outcome: bytes, status: int) -> ServingError:
-    if outcome:
-        return revive(**json.loads(outcome))
+def _ended(backend: str, status: int) -> CompileError:
     ended = f"ended with status {status}"
     if status > 128:
         ended = f"was killed ({signal.Signals(status - 128).name})"
@@ -109,7 +107,7 @@ def _failure(backend: str, outcome: bytes, status: int) -> ServingError:
 
 
 def _explained(error: ServingError, kills: int | None) -> ServingError:
-    """Say of a compile that was killed what killed it. `kills`: `oom_kills` before."""
+    """Add the cause to the error of a compile that was killed. `kills`: `oom_kills` before."""
     now = oom_kills()
     counted = kills is not None and now is not None and now > kills
     was_killed = isinstance(error, CompileError) and error.host_full
@@ -127,20 +125,18 @@ def _explained(error: ServingError, kills: int | None) -> ServingError:
 
 
 def main() -> None:
-    """Run the job in the file on standard input, see `compile_guarded`. Its error is appended there."""
-    job = _JOB.validate_json(sys.stdin.buffer.read())
+    """Run a compile in its process, see `compile_guarded`."""
+    do_job(_compile, lambda error: CompileError(str(error) or type(error).__name__))
+
+
+def _compile(text: bytes) -> bytes:
+    job = _JOB.validate_json(text)
     setup_logging(*job.logging)
-    try:
-        compiler = backends.compiler(job.backend)
-        assert compiler is not None  # noqa: S101  (else there is no job)
-        compiler.compile(job.plan, job.target)
-        _follow_umask(job.target)
-    except Exception as error:
-        if not isinstance(error, ServingError):
-            logger.exception("compile_failed")
-            error = CompileError(str(error) or type(error).__name__)
-        os.write(sys.stdin.fileno(), json.dumps(to_json(error), default=str).encode())
-        sys.exit(1)
+    compiler = backends.compiler(job.backend)
+    assert compiler is not None  # noqa: S101  (else there is no job)
+    compiler.compile(job.plan, job.target)
+    _follow_umask(job.target)
+    return b""
 
 
 def _follow_umask(folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import backends
+from djl_python_neuronx.errors import BackendError
 from djl_python_neuronx.loading.engine_process import EngineJob, EngineProcess
 from djl_python_neuronx.loading.guard import guarded
 from djl_python_neuronx.loading.guarded_job import run_guarded
@@ -124,7 +125,7 @@ def test_a_guard_that_is_stopped_goes_on_when_an_engine_or_a_job_is_ended(monkey
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_guarded("", b"", os.environ, look=interrupt)
+        run_guarded("", b"", os.environ, lambda _: BackendError("ended"), look=interrupt)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
