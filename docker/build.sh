@@ -8,14 +8,18 @@ cd "$(dirname "$0")/.."
 image=${1:?expected cpu, tnx, nxdi or djl}
 shift
 fail() { echo "docker/build.sh: $*" >&2 && exit 1; }
+case $image:${BACKEND:=nxdi} in
+cpu:* | tnx:* | nxdi:* | djl:cpu | djl:tnx | djl:nxdi) ;;
+djl:*) fail "BACKEND=$BACKEND: expected cpu, tnx or nxdi" ;;
+*) fail "$image is no image: expected cpu, tnx, nxdi or djl" ;;
+esac
 suffix=${SDK:+-sdk$SDK}
 sdk=${SDK:-none}
 tag=$image$suffix
 if [ "$image" = djl ]; then
-    backend=${BACKEND:-nxdi}
-    docker/build.sh "$backend" "$@"
-    set -- --build-arg "BACKEND=$backend$suffix" "$@"
-    tag=djl-$backend$suffix
+    docker/build.sh "$BACKEND" "$@"
+    set -- --build-arg "BACKEND=$BACKEND$suffix" "$@"
+    tag=djl-$BACKEND$suffix
 fi
 for wheel in dist/*.whl; do
     [ -f "$wheel" ] || fail "no wheel in dist/; run make dist"
@@ -27,9 +31,13 @@ cpu) [ "$sdk" = none ] || fail "SDK=$sdk: the image cpu has none" ;;
 nxdi | tnx) sdk=${SDK:-$(sed -n "s/^${image}_SDK=//p" docker/versions.env)} ;;
 esac
 pins=docker/sdk-$sdk.env
+no_pin() {
+    other=$(grep -q ^TRANSFORMERS_NEURONX= "$pins" && echo tnx || echo nxdi)
+    fail "SDK=$sdk: $pins has no $1, which the image $image needs; it is for the image $other"
+}
 [ "$sdk" = none ] || [ -f "$pins" ] || fail "SDK=$sdk: expected one of" docker/sdk-*.env
 for name in $(sed -n 's/^ARG \([A-Z0-9_]*\)$/\1/p' "docker/Dockerfile.$image"); do
-    pin=$(cat docker/versions.env "$pins" 2>/dev/null | grep "^$name=") || fail "SDK=$sdk: $pins has no $name"
+    pin=$(cat docker/versions.env "$pins" 2>/dev/null | grep "^$name=") || no_pin "$name"
     set -- --build-arg "$pin" "$@"
 done
 exec docker build --file "docker/Dockerfile.$image" --tag "djl-python-neuronx:$tag" "$@" .

@@ -293,9 +293,16 @@ def test_build_gives_every_version(tmp_path, monkeypatch, name, backend, sdk):
     ("name", "sdk", "message"),
     [
         ("nxdi", "2.27", "SDK=2.27: expected one of docker/sdk-2.24.env"),
-        ("nxdi", "2.25", "sdk-2.25.env has no NEURONX_DISTRIBUTED"),
-        ("tnx", "2.31", "sdk-2.31.env has no TRANSFORMERS_NEURONX"),
+        ("nxdi", "2.25", "it is for the image tnx"),
+        (
+            "tnx",
+            "2.31",
+            "has no TRANSFORMERS_NEURONX, which the image tnx needs; it is for the image nxdi",
+        ),
         ("cpu", "2.31", "the image cpu has none"),
+        ("foo", "", "foo is no image: expected cpu, tnx, nxdi or djl"),
+        ("djl foo", "", "BACKEND=foo: expected cpu, tnx or nxdi"),
+        ("djl djl", "", "BACKEND=djl: expected cpu, tnx or nxdi"),
     ],
 )
 def test_build_refuses_an_sdk_that_an_image_cannot_have(tmp_path, name, sdk, message):
@@ -307,11 +314,13 @@ def test_build_refuses_an_sdk_that_an_image_cannot_have(tmp_path, name, sdk, mes
     for program in ("docker", "git"):
         (tmp_path / "bin" / program).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / program).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SDK": sdk}
-    command = [tmp_path / "docker/build.sh", name]
+    image, _, backend = name.partition(" ")
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SDK": sdk, "BACKEND": backend}
+    command = [tmp_path / "docker/build.sh", image]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert message in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
 RECORD = """#!/bin/sh
