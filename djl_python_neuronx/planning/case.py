@@ -32,6 +32,8 @@ class NeuronBackend:
     """Name of the library, for messages."""
     package: str
     """Package that must be installed."""
+    driven: str
+    """The versions of it that are driven, as pip writes them."""
     architectures: Mapping[str, Capability]
     """`model_type` to what the library supports of it."""
     rules: tuple[Rule, ...]

@@ -33,6 +33,8 @@ class CompilerDefect:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options, each `set`, `unset`, a list of values or a table with the number that they are `above`. Also
     properties of `ServingOptions`."""
+    prompt_tokens: int = 0
+    """Least length of the longest prompt graph."""
     symptom: str
     """The failure, as a sentence without a full stop."""
     text: str = ""
@@ -52,28 +54,51 @@ class CompilerDefect:
         """True if a compile of this case, with this version of the compiler, meets the defect."""
         conditions = {name: _condition(value) for name, value in self.options.items()}
         family = case.device.family
+        prompts = (
+            graph.bucket
+            for graph in (case.neuron.graphs(case) if case.neuron else ())
+            if graph.kind == "prefill"
+        )
         return (
             sdks.within(compiler, self.compiler)
             and case.backend == self.backend
             and (family in self.families if family else self.families != ())
             and all(getattr(case.model, name) in values for name, values in self.model.items())
             and when(**conditions).holds(case.effective)
+            and max(prompts, default=0) >= self.prompt_tokens
         )
 
 
 def known_defects(case: Case, compiler: str | None) -> Iterator[Finding]:
     """Yield a warning for each defect that a compile of this case meets.
 
-    `compiler`: its version; None: it is not known, which makes notes of defects that the newest compiler does not have.
+    `compiler`: its version; None, or no number: it is not known. Then those of all SDKs with a library that the backend
+    drives count, and a defect that the newest of them does not have is a note.
     """
-    every = [one for sdk in sdks.table().sdk for one in sdk.packages["neuronx-cc"]]
-    versions = [compiler] if compiler else every
+    known = bool(compiler and sdks.release(compiler))
+    versions = [compiler] if compiler and known else _compilers(case)
     for row in _table().values():
         met = [row.meets(case, version) for version in versions]
         if any(met):
-            names = tuple(name for name in row.options if name in ServingOptions.model_fields)
-            problem = row.report if compiler else f"{row.report}. The compiler is not known here"
+            names = tuple(
+                name
+                for name, value in row.options.items()
+                if name in ServingOptions.model_fields and value != "unset"
+            )
+            problem = row.report if known else f"{row.report}. The compiler is not known here"
             yield Finding(names, problem, "warning" if met[0] else "note")
+
+
+def _compilers(case: Case) -> list[str]:
+    """Return the compilers of the SDKs with a library that the backend drives, the newest first."""
+    library = case.neuron
+    return [
+        compiler
+        for sdk in sdks.table().sdk
+        if library is not None
+        and any(sdks.within(one, library.driven) for one in sdk.packages.get(library.package, ()))
+        for compiler in sdk.packages["neuronx-cc"]
+    ]
 
 
 def recognised(text: str) -> CompilerDefect | None:

@@ -9,8 +9,10 @@ from djl_python_neuronx import backends
 from djl_python_neuronx.config.findings import SET, UNSET
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning import defects
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import FAMILIES
 from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.nxdi.versions import releases
 from tests.loading.checking import folder, run
 
 # layers, width, inner width, heads, KV heads, vocabulary: from the models' config.json.
@@ -37,6 +39,12 @@ SERVING = "https://github.com/kubernetes-sigs/wg-serving/pull/"
 DEVICE = {"on_device_generation": "true"}  # the default of vLLM's plugin
 SHORT = {"n_positions": "2048", "max_rolling_batch_size": "1"}
 LONG = {"n_positions": "16384", "max_rolling_batch_size": "4"}
+CHUNKS = {
+    "n_positions": "4096,16384",
+    "context_length_estimate": "1024,4096",
+    "max_rolling_batch_size": "4",
+}
+STATIC = {**CHUNKS, "rolling_batch_strategy": "naive_rolling_batch"}
 PAIR = {**DEVICE, "max_rolling_batch_size": "4"}
 FOUR, TWO = ({"n_positions": "2048", "max_rolling_batch_size": slots} for slots in "42")
 KERNEL = {"qkv_nki_kernel_enabled": "true", "fuse_qkv": "true"}
@@ -64,6 +72,8 @@ THREADS = [
      "leave on_device_generation out", {"model": "Qwen3-0.6B"}),
     (SDK + "1365", "nxdi", "Qwen2.5-32B", "inf2.24xlarge", 8, "2.26.6360.0+6f180f47", LONG,
      "below 16384", {"options": SHORT}),
+    (SDK + "1365", "nxdi", "Qwen2.5-32B", "inf2.24xlarge", 8, "2.26.6360.0+6f180f47", STATIC,
+     "below 16384", {"options": CHUNKS}),
     (SDK + "1322", "nxdi", "Llama-3-8B", "trn1.32xlarge", 8, "2.24.5133.0", KERNEL,
      "SDK 2.28", {"options": {}}),
     (SERVING + "71", "nxdi", "Llama-3.2-1B", "inf2.8xlarge", 2, "2.23.6484.0", SHORT,
@@ -123,42 +133,50 @@ def test_each_thread_names_its_defect_and_cure_and_nothing_beside_it(tmp_path, m
     assert not wrong
 
 
-def test_without_a_compiler_here_that_of_any_sdk_counts(tmp_path, monkeypatch):
-    """A defect that the newest compiler has is a warning, others that an SDK of the table has are notes."""
+WITHOUT_COMPILER = [
+    # backend, model, machine, degree, options; the levels and versions that are named
+    ("nxdi", "zephyr-7b", "inf2.8xlarge", 2, {}, {"warning": ">=2.23"}),
+    ("nxdi", "Qwen2.5-32B", "inf2.24xlarge", 8, LONG, {"warning": ">=2.26,<2.27"}),  # of the last SDK with the library
+    ("nxdi", "Llama-3.3-70B", "trn1.32xlarge", 32, FOUR, {"note": ">=2.22,<2.23"}),  # not SDK 2.21: NxD Inference 0.1
+    ("tnx", "Llama-2-13b", "inf2.48xlarge", 24, SHORT, {}),
+    ("tnx", "zephyr-7b", "inf2.8xlarge", 1, SHORT, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compiler", [None, "built here"])
+def test_without_a_version_those_of_sdks_with_a_driven_library_count(
+    tmp_path, monkeypatch, compiler
+):
+    """A defect that the newest of them has is a warning, others are notes."""
     wrong = []
-    for number, (loader, model, machine, degree, options, level, words) in enumerate(
-        [
-            (
-                "nxdi",
-                "zephyr-7b",
-                "inf2.8xlarge",
-                2,
-                {},
-                "warning",
-                "users of neuronx-cc >=2.23 report",
-            ),
-            (
-                "nxdi",
-                "Llama-3.3-70B",
-                "trn1.32xlarge",
-                32,
-                FOUR,
-                "note",
-                "neuronx-cc >=2.16,<2.17 report",
-            ),
-            ("tnx", "Llama-2-13b", "inf2.48xlarge", 24, SHORT, None, "report that"),
-        ]
-    ):
+    for number, (*settings, options, expected) in enumerate(WITHOUT_COMPILER):
         place = tmp_path / str(number)
         place.mkdir()
-        report = checked(place, monkeypatch, loader, model, machine, degree, None, options)
-        levels = [one.level for one in report.findings if words in one.message]
-        named = [
-            one.message for one in report.findings if "compiler is not known here" in one.message
-        ]
-        if levels != [level] * (level is not None) or bool(named) != (level is not None):
-            wrong.append((model, levels, named))
+        report = checked(place, monkeypatch, *settings, compiler, options)
+        found = {
+            one.level: one.message
+            for one in report.findings
+            if "users of neuronx-cc" in one.message
+        }
+        right = all(
+            f"neuronx-cc {versions} report" in found.get(level, "")
+            and found[level].endswith("The compiler is not known here")
+            for level, versions in expected.items()
+        )
+        if not right or found.keys() != expected.keys():
+            wrong.append((settings, found))
     assert not wrong
+
+
+def test_the_oldest_library_that_is_driven_is_that_of_the_table():
+    assert NEURON_BACKENDS["nxdi"].driven == f">={releases()[0].version}"
+
+
+def test_an_option_that_is_not_set_is_not_named(tmp_path, monkeypatch):
+    report = checked(tmp_path, monkeypatch, "tnx", "Llama-2-7b", "inf2.8xlarge", 2, OLD, SHORT)
+    (named,) = (one for one in report.findings if "Too many instructions" in one.message)
+    assert named.options == ()
+    assert "neuron_optimize_level= " not in named.message
 
 
 def test_rows_name_what_exists():

@@ -36,6 +36,7 @@ LIBRARY: Final = NeuronBackend(
     name="nxdi",
     library="NxD Inference",
     package="neuronx-distributed-inference",
+    driven=">=0.4",
     architectures=NXDI,
     rules=NXDI_RULES,
     padded_heads=_padded_heads,

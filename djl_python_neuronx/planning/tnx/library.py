@@ -19,6 +19,7 @@ LIBRARY: Final = NeuronBackend(
     name="tnx",
     library="transformers-neuronx",
     package="transformers-neuronx",
+    driven=">=0.13",
     architectures=TNX,
     rules=TNX_RULES,
     padded_heads=padded_heads,
