@@ -38,6 +38,7 @@ from djl_python_neuronx.loading.compiled import NEURON_CACHE
 from djl_python_neuronx.loading.report import Block, finding_blocks, gib, write_blocks
 from djl_python_neuronx.planning import machines, sdks
 from djl_python_neuronx.planning.backend_choice import libraries
+from djl_python_neuronx.planning.programs import UnreadError, output
 from djl_python_neuronx.tables import read_table
 
 _PROBE_S, _ANSWER_S = 30.0, 5.0
@@ -82,22 +83,31 @@ class Host:
     """Folders of programs; None: `$PATH`."""
     model: str | None = None
     """The model that is to be served here."""
+    unread: dict[str, str] = field(default_factory=dict, init=False)
+    """Programs whose answer cannot be read, each with the reason."""
 
     @cached_property
     def machine(self) -> machines.DeviceInfo:
         """The instance, its devices and the cores that a process may use."""
         found = machines.detect(self.root, self.search_path, self.environ)
+        if found.unread:
+            self.unread["neuron-ls"] = found.unread
         return machines.for_process(found, self.environ)
 
     @cached_property
     def versions(self) -> dict[str, str]:
         """Versions by package; see `sdks.machine_versions`."""
-        return sdks.machine_versions(self.root, self.search_path)
+        return sdks.machine_versions(self.root, self.search_path, self.unread)
 
     @cached_property
     def sdk(self) -> sdks.Sdk | None:
         """The SDK that most packages are of."""
         return sdks.closest(self.versions)
+
+    @property
+    def packages_known(self) -> bool:
+        """False if the system's packages cannot be listed; `versions` is read."""
+        return not self.unread.keys() & {"dpkg-query", "rpm"}
 
     @property
     def in_container(self) -> bool:
@@ -144,7 +154,7 @@ class Diagnosis:
             else:
                 yield Block.of_lines(title, [f"{fact.name:17} {fact.value}" for fact in facts])
         yield from finding_blocks(self.findings)
-        counts = [f"{len(self.findings.messages(one))} {one}s" for one in ("error", "warning")]
+        counts = [f"{one}s: {len(self.findings.messages(one))}" for one in ("error", "warning")]
         yield Block.of_lines("Result", [", ".join(counts)], "green" if self.ok else "red")
 
 
@@ -184,6 +194,8 @@ def examine(host: Host, limit_s: float = _PROBE_S) -> Diagnosis:
         if thread.is_alive():
             lines[name].append(_find("late", probe=name, limit=limit_s))
     found = [line for each in lines.values() for line in tuple(each)]
+    unread = dict(host.unread).items()
+    found += [_find("unread", program=program, reason=reason) for program, reason in unread]
     for line in found:
         if not isinstance(line, Fact):
             findings.add(*line)
@@ -204,7 +216,8 @@ def _versions(host: Host) -> Iterator[Line]:
     """Yield the versions of driver, runtime, libraries and Python, and combinations that are known to fail."""
     versions, sdk = host.versions, host.sdk
     pinned = {"python": sdk.python, **sdk.packages} if sdk else {}
-    yield Fact("versions", "Neuron SDK", sdk.version if sdk else "none")
+    none = "none" if host.packages_known else "unknown"
+    yield Fact("versions", "Neuron SDK", sdk.version if sdk else none)
     for name in dict.fromkeys((*sdks.SYSTEM, *sorted(versions))):
         if name in versions:
             yield Fact("versions", name, versions[name], ", ".join(pinned.get(name, ())))
@@ -218,7 +231,8 @@ def _mixture(host: Host) -> Iterator[Line]:
     """Yield packages that are not of the SDK that most are of, and what packages ask for and do not get."""
     versions, sdk = host.versions, host.sdk
     if sdk is None:
-        yield _find("no_sdk")
+        if host.packages_known:
+            yield _find("no_sdk")
         return
     if apart := [
         f"{name} {version} ({sdks.owners(name, version)})"
@@ -238,10 +252,15 @@ def _mixture(host: Host) -> Iterator[Line]:
 def _driver(host: Host) -> Iterator[Line]:
     """Yield what is wrong with the driver: not loaded, not reloaded after an update, or older than its SDK's."""
     loaded, sdk = host.versions.get(sdks.DRIVER), host.sdk
-    modinfo = shutil.which("modinfo", path=host.search_path)
-    found = re.search(
-        r"^version:\s*(\S+)", sdks.output([modinfo, "neuron"]) if modinfo else "", re.MULTILINE
-    )
+    modinfo, found = shutil.which("modinfo", path=host.search_path), None
+    if modinfo:
+        try:
+            text = output([modinfo, "neuron"], (0, 1))  # 1: there is no such module
+            found = re.search(r"^version:\s*(\S+)", text, re.MULTILINE)
+            if text.strip() and not found:
+                host.unread["modinfo"] = "its output has no version"
+        except UnreadError as error:
+            host.unread["modinfo"] = str(error)
     packages = sdks.system_packages(host.search_path)
     installed = found[1] if found else packages.get(sdks.DRIVER)
     if installed and not loaded:
@@ -273,12 +292,15 @@ def _devices(host: Host) -> Iterator[Line]:
     yield Fact("machine", "instance", machine.instance_type or "unknown")
     yield Fact("machine", "in a container", "yes" if host.in_container else "no")
     yield Fact("machine", "devices", f"{machine.neuron_devices} ({machine.seen})")
-    if machine.has_neuron:
+    if machine.has_neuron and not machine.neuron_cores:
+        yield Fact("machine", "cores", "unknown")
+        yield _find("cores_unknown", seen=machine.seen)
+    elif machine.has_neuron:
         limited = f", by {machine.limited_by}" if machine.limited_by else ""
         cores = f"{machine.visible_cores} of {machine.neuron_cores} visible{limited}"
         yield Fact("machine", "cores", cores)
     else:
-        yield _without_devices(host)
+        yield from _without_devices(host)
     limit = machines.core_limit(host.environ)
     if limit and (problem := limit.problem or limit.beyond(machine)):
         yield _find("cores", problem=problem)
@@ -287,15 +309,16 @@ def _devices(host: Host) -> Iterator[Line]:
         yield _find("no_rights", nodes=nodes, mode=about.st_mode & 0o777, group=about.st_gid)
 
 
-def _without_devices(host: Host) -> Line:
-    """The reason that there is no /dev/neuron*, as far as it shows."""
+def _without_devices(host: Host) -> Iterator[Line]:
+    """Yield the reason that there is no /dev/neuron*, as far as it shows."""
     driver, known = host.versions.get(sdks.DRIVER), machines.known(host.machine.instance_type)
     if driver and host.in_container:
-        return _find("no_device_in_container", driver=driver)
-    if driver or known:
+        yield _find("no_device_in_container", driver=driver)
+    elif driver or known:
         why = f"driver {driver} finds no device" if driver else "the driver is not loaded"
-        return _find("no_device", instance=known.name if known else "this machine", driver=why)
-    return _find("not_neuron")
+        yield _find("no_device", instance=known.name if known else "this machine", driver=why)
+    elif not host.machine.unread:
+        yield _find("not_neuron")
 
 
 def _holders(host: Host) -> Iterator[Line]:

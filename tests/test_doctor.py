@@ -16,7 +16,9 @@ import pytest
 
 from djl_python_neuronx import cli, doctor
 from djl_python_neuronx.doctor import Fact, Host, examine
+from djl_python_neuronx.planning import programs
 from tests.doubles.recorded_machine import RecordedMachine
+from tests.processes import wait_gone
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -217,6 +219,23 @@ def small_disk(machine):
     doctor.shutil.disk_usage = lambda _: usage
 
 
+def neuron_ls_that_fails(machine):
+    laptop(machine)
+    machine.program("neuron-ls", "", status=3, errors="no reply from the driver")
+
+
+def neuron_ls_without_cores(machine):
+    machine.file("sys/devices/virtual/dmi/id/product_name", "")
+    machine.program("neuron-ls", json.dumps([{**CHIP, "nc_count": None}]))
+
+
+def programs_that_print_nothing(machine):
+    laptop(machine)
+    machine.program("neuron-ls", "")
+    machine.program("modinfo", "\x01")
+    machine.program("dpkg-query", "", status=2, errors="the database is locked")
+
+
 def several_machines(machine):
     machine.environ["NEURON_LOCAL_TP"] = "2"
     doctor.resource.getrlimit = lambda _: (65536, 65536)
@@ -251,9 +270,12 @@ BAD = [
     # what is wrong, errors, warnings and notes
     (driver_too_new, {"2.33"}, set()),
     (driver_of_sagemaker, {"al2-ami-sagemaker-inference-neuron-2"}, {"driver_old"}),
-    (no_devices_given, {"no_device_in_container"}, set()),
-    (driver_not_loaded, {"driver_not_loaded", "no_device"}, set()),
-    (device_of_an_instance_without_driver, {"no_device"}, set()),
+    (no_devices_given, {"no_device_in_container"}, {"unread"}),
+    (driver_not_loaded, {"driver_not_loaded", "no_device"}, {"unread"}),
+    (device_of_an_instance_without_driver, {"no_device"}, {"unread"}),
+    (neuron_ls_that_fails, set(), {"unread", "no_sdk"}),
+    (neuron_ls_without_cores, set(), {"cores_unknown"}),
+    (programs_that_print_nothing, set(), {"unread"}),
     (driver_not_reloaded, set(), {"driver_not_reloaded", "driver_old"}),
     (old_package_of_the_driver, {"first Neuron SDK"}, set()),
     (amazon_linux_2, {"Linux 5.10"}, set()),
@@ -314,6 +336,36 @@ def test_texts_name_values_and_the_cure(machine, diagnose):
     assert "most are of 2.28.1, but neuronx-cc 2.24.8799.0+6f62ff7c (SDK 2.29.1)" in text
     assert "aws-neuronx-dkms 2.29.0.0 and aws-neuronx-runtime-lib 2.30.51.0-faafe26f0" in text
     assert "apt install aws-neuronx-dkms=2.28.*" in text
+
+
+def test_a_program_without_an_answer_is_named_with_its_reason(machine, diagnose):
+    programs_that_print_nothing(machine)
+    found = diagnose()
+    text = "\n".join(found.findings.messages("warning"))
+    assert "neuron-ls gave no answer that can be read (its output is no list of devices" in text
+    assert "modinfo gave no answer that can be read (its output has no version)" in text
+    assert (
+        "dpkg-query gave no answer that can be read (exit status 2: the database is locked)" in text
+    )
+    assert Fact("versions", "Neuron SDK", "unknown") in found.facts
+
+
+def test_programs_that_hang_are_ended_with_what_they_started(
+    machine, diagnose, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.5)
+    laptop(machine)
+    for name in ("neuron-ls", "modinfo", "dpkg-query"):
+        machine.program(name, "")
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >> {tmp_path}/{name}.pid\nwait\n")
+    found = diagnose()
+    assert named(found) == {"unread", "no_answer"}
+    reasons = [one for one in found.findings.messages("warning") if "no answer within 0.5 s" in one]
+    assert len(reasons) == 3
+    pids = [int(pid) for one in tmp_path.glob("*.pid") for pid in one.read_text().split()]
+    assert len(pids) >= 3
+    wait_gone(pids)
 
 
 class Answer(BaseHTTPRequestHandler):

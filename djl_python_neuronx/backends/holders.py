@@ -31,8 +31,6 @@ _SWITCHES = re.compile(r"-[bBdEiIOPqsSuvx]+")
 _SHOWN_ID = 12
 _RETRY_S, _LOOK_S = 10.0, 1.0
 """Seconds from a start that failed to the next one, and between two looks: the end of a holder shortens the wait."""
-_LISTING_S = 5.0
-"""Longest time of `neuron-ls`, during which no stop is noticed."""
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -107,7 +105,7 @@ def find_holders(root: Path = Path("/"), search_path: str | None = None) -> Hold
             if devices:
                 pid = int(folder.name)
                 found[pid] = Holder(pid, command, tuple(sorted(devices)), _container(folder))
-    for pid, (command, numbers) in neuron_processes(search_path, _LISTING_S).items():
+    for pid, (command, numbers) in neuron_processes(search_path).items():
         # In a container the pid is the host's, so nothing in /proc here belongs to it.
         found.setdefault(pid, Holder(pid, _shown(command), tuple(sorted(numbers))))
     holders = (found[pid] for pid in sorted(found))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning.programs import UnreadError, output
 
 GIB = 2**30
 _AS_MANY_AS_THERE_ARE = -1
@@ -53,6 +53,8 @@ class DeviceInfo:
     """Assumptions about values that could not be detected, as a sentence; None without any."""
     local_degree: int | None = None
     """Cores of each machine in a tensor parallel group that spans several; None: one machine."""
+    unread: str | None = None
+    """The reason that the answer of `neuron-ls` cannot be read; None: it was read, or there is no such program."""
 
     def __post_init__(self) -> None:
         if self.visible_cores == _AS_MANY_AS_THERE_ARE:
@@ -225,7 +227,6 @@ def families(name: str | None) -> list[Family]:
 _VISIBLE_CORES, _NUM_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 _NEURON_LS = "/opt/aws/neuron/bin/neuron-ls"
 """Its place in AWS's packages, which only login shells of the DLAMI have on the path."""
-_TIMEOUT_S = 20.0
 _MOST_CORES = 4096
 """More than any machine has; a longer list of cores is a typing error."""
 
@@ -268,6 +269,8 @@ class _Listing:
     instance_type: str | None
     outcome: str
     """The outcome of the call, for messages."""
+    unread: str | None = None
+    """The reason that its answer cannot be read; None: it was read."""
 
 
 def detect(
@@ -303,6 +306,7 @@ def detect(
         family=instance.family if instance else None,
         core_memory_bytes=memory // cores if cores else 0,
         assumed=assumed,
+        unread=listing.unread,
     )
 
 
@@ -395,38 +399,37 @@ def listed_cores(text: str) -> tuple[int, ...]:
     return tuple(sorted(named))
 
 
-def _neuron_ls(search_path: str | None, timeout_s: float = _TIMEOUT_S) -> _Listing:
+def _neuron_ls(search_path: str | None) -> _Listing:
     program = shutil.which("neuron-ls", path=search_path)
     if program is None and search_path is None:
         program = shutil.which(_NEURON_LS)
     if program is None:
         return _Listing([], None, "no neuron-ls")
     try:
-        ran = subprocess.run(  # noqa: S603 - a fixed argument, and no shell
-            [program, "-j"], capture_output=True, timeout=timeout_s, check=True
-        )
-        answer = json.loads(ran.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError, RecursionError) as error:
-        return _Listing([], None, f"{program} failed ({type(error).__name__})")
+        answer = json.loads(output([program, "-j"]))
+    except UnreadError as error:
+        return _Listing([], None, f"{program} failed ({error})", str(error))
+    except (ValueError, RecursionError):
+        answer = None
     # The format is not documented: a list of devices, or an object with that list and the instance type.
     rows, name = answer, None
     if isinstance(answer, dict):
-        rows, name = answer.get("mlas", []), answer.get("instance_type")
-    listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        rows, name = answer.get("mlas"), answer.get("instance_type")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        reason = "its output is no list of devices in JSON"
+        return _Listing([], None, f"{program} failed ({reason})", reason)
     name = name if isinstance(name, str) and name else None
-    return _Listing(listed, name, f"{program} lists {len(listed)}")
+    return _Listing(rows, name, f"{program} lists {len(rows)}")
 
 
-def neuron_processes(
-    search_path: str | None = None, timeout_s: float = _TIMEOUT_S
-) -> dict[int, tuple[str, set[int]]]:
+def neuron_processes(search_path: str | None = None) -> dict[int, tuple[str, set[int]]]:
     """Return pid -> the command and the devices of each process that `neuron-ls` lists; empty if it fails.
 
     Never raises. `search_path`: its folders; None: `$PATH`. The command is shortened; of a process in another container
     it is empty. Source: AWS Neuron documentation, "Neuron LS user guide".
     """
     found: dict[int, tuple[str, set[int]]] = {}
-    for device in _neuron_ls(search_path, timeout_s).devices:
+    for device in _neuron_ls(search_path).devices:
         number, rows = device.get("neuron_device"), device.get("neuron_processes")
         for row in rows if isinstance(rows, list) else []:
             pid = row.get("pid") if isinstance(row, dict) else None

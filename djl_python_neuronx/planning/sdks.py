@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.planning.backend_choice import installed_versions
+from djl_python_neuronx.planning.programs import UnreadError, output
 from djl_python_neuronx.tables import read_table
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ SYSTEM = (DRIVER, RUNTIME, "aws-neuronx-collectives", "aws-neuronx-tools", "aws-
 _ALSO = ("torch", "torch-xla", "djl-python-neuronx")
 """Python packages that no SDK names, or not by their own versions."""
 _QUERIES = (
-    ("dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version}\n", *SYSTEM),
-    ("rpm", "--query", "--queryformat", "installed %{NAME} %{VERSION}\n", *SYSTEM),
+    ("dpkg-query", 1, "--show", "--showformat=${db:Status-Status} ${Package} ${Version}\n"),
+    ("rpm", len(SYSTEM), "--query", "--queryformat", "installed %{NAME} %{VERSION}\n"),
 )
+"""Each with the highest exit status of an answer: packages may be missing."""
 _RELEASE = re.compile(r"\d+(\.\d+)+")
-_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,19 @@ def owners(package: str, version: str) -> str:
     return f"SDK {join_words(found)}" if found else "of no SDK that is known here"
 
 
-def machine_versions(root: Path = Path("/"), search_path: str | None = None) -> dict[str, str]:
+def machine_versions(
+    root: Path = Path("/"),
+    search_path: str | None = None,
+    unread: dict[str, str] | None = None,
+) -> dict[str, str]:
     """Return versions by package: of the loaded driver, packages of the system and of Python, ``python``, ``linux``.
 
-    Never raises; what is not installed, or cannot be seen, is left out. `root`: root of the file system. `search_path`:
-    folders of dpkg-query and rpm; None: `$PATH`.
+    Never raises; what is not installed, or cannot be seen, is left out. `root`: root of the file system. `search_path`,
+    `unread`: see `system_packages`.
     """
     names = {name for sdk in table().sdk for name in sdk.packages if name not in SYSTEM}
     versions = {
-        **system_packages(search_path),
+        **system_packages(search_path, unread),
         **installed_versions(sorted({*names, *_ALSO})),
         "python": platform.python_version(),
     }
@@ -166,24 +170,34 @@ def unmet_requirements() -> Iterator[tuple[str, Requirement, str | None]]:
                     yield name, wanted, found
 
 
-def system_packages(search_path: str | None = None) -> dict[str, str]:
-    """Return the versions of the installed packages of `SYSTEM`, by dpkg or rpm. Never raises."""
-    found = {}
-    for program, *arguments in _QUERIES:
+def system_packages(
+    search_path: str | None = None, unread: dict[str, str] | None = None
+) -> dict[str, str]:
+    """Return the versions of the installed packages of `SYSTEM`, by dpkg or rpm. Never raises.
+
+    `search_path`: their folders; None: `$PATH`. `unread` gets the reason of each whose answer cannot be read, by name.
+    """
+    found: dict[str, str] = {}
+    for program, most, *arguments in _QUERIES:
         if path := shutil.which(program, path=search_path):
-            for line in output([path, *arguments]).splitlines():
-                status, name, version = [*line.split(), "", "", ""][:3]
-                if status == "installed" and name in SYSTEM:
-                    found[name] = version
+            try:
+                found |= _listed(output([path, *arguments, *SYSTEM], range(most + 1)))
+            except UnreadError as error:
+                if unread is not None:
+                    unread[program] = str(error)
     return found
 
 
-def output(command: list[str]) -> str:
-    """Return what a program writes, whatever its exit status; empty if it does not run or takes too long."""
-    try:
-        ran = subprocess.run(  # noqa: S603 - fixed arguments, and no shell
-            command, capture_output=True, timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return ran.stdout.decode(errors="replace")
+def _listed(text: str) -> dict[str, str]:
+    """Return the versions of the packages that the output of `_QUERIES` lists.
+
+    Raises:
+        UnreadError: it has text, and none of the packages.
+    """
+    if text.strip() and not any(name in text for name in SYSTEM):
+        msg = "its output has none of the packages"
+        raise UnreadError(msg)
+    words = ([*line.split(), "", "", ""][:3] for line in text.splitlines())
+    return {
+        name: version for status, name, version in words if status == "installed" and name in SYSTEM
+    }

@@ -15,6 +15,7 @@ import pytest
 from djl_python_neuronx.backends import holders
 from djl_python_neuronx.backends.holders import Holder, Holders, find_holders, once_free
 from djl_python_neuronx.errors import CoresTakenError
+from djl_python_neuronx.planning import programs
 
 CONTAINER = "3f2a91c07b5d" + 52 * "e"
 # As Docker (cgroup v1 and v2), containerd, CRI-O and ECS name them.
@@ -117,7 +118,7 @@ def test_a_neuron_ls_that_hangs_is_asked_only_after_a_start(tmp_path, monkeypatc
     program.write_text(f"#!/bin/sh\necho >> {calls}\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(holders, "_LISTING_S", 0.5)
+    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.5)
     looks = []
 
     def start():

@@ -21,10 +21,11 @@ class RecordedMachine:
         path.write_text(text)
         return path
 
-    def program(self, name, text, status=0):
+    def program(self, name, text, status=0, errors=""):
         """Make a program that prints a text, whatever its arguments, and ends with a status."""
         path = self._bin / name
-        path.write_text(f"#!/bin/sh\nprintf '%s' {shlex.quote(text)}\nexit {status}\n")
+        lines = f"printf '%s' {shlex.quote(text)}\nprintf '%s' {shlex.quote(errors)} >&2"
+        path.write_text(f"#!/bin/sh\n{lines}\nexit {status}\n")
         path.chmod(0o755)
 
     def driver(self, version, *, devices=1):

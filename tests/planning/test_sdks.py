@@ -160,7 +160,10 @@ class TestMachine:
         assert sdks.system_packages(machine.search_path) == {}
 
     @pytest.mark.parametrize("text", ["", "\xff\n", "installed\n", "installed aws-neuronx-tools\n"])
-    def test_programs_that_print_nonsense(self, tmp_path, text):
-        machine = RecordedMachine(tmp_path)
-        machine.program("dpkg-query", text, status=2)
-        assert not any(sdks.system_packages(machine.search_path).values())
+    @pytest.mark.parametrize("status", [0, 2])
+    def test_programs_that_print_nonsense(self, tmp_path, text, status):
+        machine, unread = RecordedMachine(tmp_path), {}
+        machine.program("dpkg-query", text, status)
+        assert not any(sdks.system_packages(machine.search_path, unread).values())
+        named = status == 2 or (text != "" and "aws" not in text)
+        assert unread.keys() == ({"dpkg-query"} if named else set())
