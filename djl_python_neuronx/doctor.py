@@ -394,7 +394,7 @@ class _Stay(HTTPRedirectHandler):
 
 
 def _reach(name: str, site: str, variable: str) -> Iterator[Line]:
-    """Ask a site for its head. Any answer will do, a redirect or a refusal too."""
+    """Send a site a HEAD request. Any answer counts, a redirect or a refusal too."""
     if not site.lower().startswith(("http://", "https://")):
         yield _find("url", site=site, variable=variable)
         return

@@ -1,4 +1,4 @@
-"""Reading of files into the host's page cache, while whoever needs them still imports its libraries."""
+"""Reading of files into the host's page cache, while the process that needs them still imports its libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_ahead(paths: Sequence[Path], room: int) -> threading.Thread:
     """Read files in their order on threads, at most `room` bytes, and log the rate. Returns the one that ends last.
 
     They hold nothing, and end with the process: a later read, in any process, finds the pages that the system still
-    has. What cannot be read is left to whoever needs it.
+    has. What cannot be read is left to that one.
     """
     thread = threading.Thread(
         target=_read, args=(paths, room), name="djl-neuronx-read-ahead", daemon=True

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import CoresTakenError
-from djl_python_neuronx.planning.machines import neuron_processes
+from djl_python_neuronx.planning.machines import neuron_processes, read_text
 
 _DEVICE = re.compile(r"/dev/neuron(\d+)")
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
@@ -70,7 +70,7 @@ class Holders:
 
     @property
     def unseen(self) -> str | None:
-        """Which processes were not looked at, and what helps; None: all were."""
+        """The processes that were not looked at, and what helps; None: all were."""
         reasons = []
         if self.num_hidden:
             reasons.append(
@@ -96,7 +96,7 @@ def find_holders(root: Path = Path("/"), search_path: str | None = None) -> Hold
     found: dict[int, Holder] = {}
     num_hidden = 0
     for folder in (root / "proc").glob("[0-9]*"):
-        command = _command(folder)
+        command = _shown(read_text(folder / "cmdline").replace("\0", " "))
         try:
             devices = {*_open_devices(folder)}
         except PermissionError:
@@ -172,14 +172,6 @@ def _open_devices(folder: Path) -> Iterator[int]:
                 yield int(device[1])
 
 
-def _command(folder: Path) -> str:
-    try:
-        text = (folder / "cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
-    return _shown(text.replace("\0", " "))
-
-
 def _shown(command: str) -> str:
     """Return the name of a command's program, and the script or ``-m module`` of Python."""
     program, *words = [Path(word).name for word in command.split()] or [""]
@@ -193,10 +185,7 @@ def _shown(command: str) -> str:
 
 
 def _container(folder: Path) -> str | None:
-    try:
-        ids = _CONTAINER.findall((folder / "cgroup").read_text(errors="replace"))
-    except OSError:
-        return None
+    ids = _CONTAINER.findall(read_text(folder / "cgroup"))
     return ids[-1][:_SHOWN_ID] if ids else None
 
 

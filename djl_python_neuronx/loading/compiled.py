@@ -269,7 +269,7 @@ def _build(
             logger.log(level, "compile_needed %s", risk.message)
 
     new = not (place.is_remote or place.origin == "default" or Path(place.neff_cache).is_dir())
-    # A compiler's cache is made by whoever needs it first, but the variable may have a typing error.
+    # A compiler's cache is made at its first use, but the variable may have a typing error.
     level = logging.WARNING if new else logging.INFO
     logger.log(level, "compile_store place=%s origin=%r new=%s", place.store, place.origin, new)
     options = {**prepared.options.model_dump(mode="json"), "model_loader": prepared.backend}

@@ -440,7 +440,7 @@ def neuron_processes(search_path: str | None = None) -> dict[int, tuple[str, set
 
 def _core_count(root: Path, device: str) -> int:
     """Return the cores that the driver counts on a device; 0 if unknown. Source: ai.djl.util.NeuronUtils (DJL 0.36)."""
-    text = _read(root / "sys/devices/virtual/neuron_device" / device / "core_count").strip()
+    text = read_text(root / "sys/devices/virtual/neuron_device" / device / "core_count").strip()
     return int(text) if text.isdecimal() and len(text) < 4 else 0
 
 
@@ -450,14 +450,14 @@ def _total(rows: list[dict[str, Any]], key: str) -> int:
 
 
 def _product_name(root: Path) -> str | None:
-    return _read(root / "sys/devices/virtual/dmi/id/product_name").strip() or None
+    return read_text(root / "sys/devices/virtual/dmi/id/product_name").strip() or None
 
 
 def _host_memory(root: Path) -> int:
     """Return the memory of the host or the limit of this container, whichever is less."""
     found = _fields(root / "proc/meminfo")
     sizes = [found["MemTotal:"] * 1024] if "MemTotal:" in found else []
-    limit = _read(root / "sys/fs/cgroup/memory.max").strip()
+    limit = read_text(root / "sys/fs/cgroup/memory.max").strip()
     return min([*sizes, *([int(limit)] if limit.isdigit() else [])], default=0)
 
 
@@ -468,11 +468,11 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """
     found = _fields(root / "proc/meminfo")
     sizes = [found["MemAvailable:"] * 1024] if "MemAvailable:" in found else []
-    own = _read(root / "proc/self/cgroup").rpartition("0::/")[2].strip()
+    own = read_text(root / "proc/self/cgroup").rpartition("0::/")[2].strip()
     groups, v1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
     v2 = [(one, "max", "current", "") for one in ((groups / own), *(groups / own).parents)]
     for folder, limit, used, kind in (*v2, (v1, "limit_in_bytes", "usage_in_bytes", "total_")):
-        most, taken = (_read(folder / f"memory.{name}").strip() for name in (limit, used))
+        most, taken = (read_text(folder / f"memory.{name}").strip() for name in (limit, used))
         if most.isdigit() and taken.isdigit():
             stat = _fields(folder / "memory.stat")
             cached = sum(stat.get(f"{kind}{name}_file", 0) for name in ("active", "inactive"))
@@ -486,7 +486,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     Source: the kernel's cgroup-v2.rst (`memory.events`) and cgroup-v1/memory.rst (`memory.oom_control`).
     """
     groups, files = root / "sys/fs/cgroup", ["memory.events", "memory/memory.oom_control"]
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, kind, own = line.split(":", 2)
         files += [f".{own}/memory.events"] * (not kind)
         files += [f"memory/.{own}/memory.oom_control"] * (kind == "memory")
@@ -496,11 +496,12 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 def _fields(path: Path) -> dict[str, int]:
     """Return the numbers of a file of the kernel with a name and a number in each line."""
-    lines = [line.split() for line in _read(path).splitlines()]
+    lines = [line.split() for line in read_text(path).splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of the kernel; empty if there is none, or it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

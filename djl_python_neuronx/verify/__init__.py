@@ -21,7 +21,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--layers",
-        type=_above_zero,
+        type=int,
         metavar="N",
         help="verify the first N layers alone, for a model whose float32 weights do not fit into the host's memory",
     )
@@ -66,10 +66,3 @@ def run(arguments: argparse.Namespace) -> int:
             (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     sys.stdout.write(summary(report))
     return 0 if report["verdict"] == "right" else 1
-
-
-def _above_zero(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not int(text):
-        msg = f"{text!r} is not a number of layers; expected 1 or more"
-        raise argparse.ArgumentTypeError(msg)
-    return int(text)

@@ -99,11 +99,9 @@ def _check(prepared: Prepared, layers: int | None) -> None:
         kind = "missing" if weights is None else weights.kind
         msg = f"the weights are {kind}, which transformers does not read; verify the original checkpoint"
         raise ConfigError(msg)
-    total = model.num_layers
-    if layers is not None and (total is None or layers > total):
-        msg = (
-            f"--layers is {layers}, and the model has {total}; give fewer, or leave it out for all"
-        )
+    total = model.num_layers or 0
+    if layers is not None and not 0 < layers <= total:
+        msg = f"--layers is {layers}, and the model has {total}; expected 1 to all of them, or leave it out for all"
         raise ConfigError(msg)
     widths = {graph.batch for graph in prepared.planned.graphs if graph.kind == "decode"}
     outputs = most_outputs(load_plan(prepared, lambda: _NO_TOKENIZER), len(widths) or 1)
@@ -112,7 +110,7 @@ def _check(prepared: Prepared, layers: int | None) -> None:
     require_space("the comparison of logits", Path(gettempdir()), size, remedy)
     needed, there = float32_bytes(model, layers), available_memory()
     if there is not None and needed > there:
-        fits = [n for n in range(1, total or 0) if float32_bytes(model, n) <= there]
+        fits = [n for n in range(1, total) if float32_bytes(model, n) <= there]
         fix = f"give --layers {fits[-1]}, or" if fits else "take"
         msg = (
             f"the reference takes {needed / GIB:.1f} GiB of the host's memory in float32, and {there / GIB:.1f} can be "

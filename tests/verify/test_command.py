@@ -126,7 +126,7 @@ def test_outputs_that_do_not_fit_on_the_disk_are_an_error_before_all(
 REFUSED = {
     "sim": (["-o", "model_loader=sim"], 1, "nothing to compare"),
     "layers": (["--layers", "4"], 1, "--layers is 4, and the model has 3"),
-    "no layers": (["--layers", "0"], 2, "1 or more"),
+    "no layers": (["--layers", "0"], 1, "--layers is 0, and the model has 3; expected 1 to"),
     "missing": (["--output", "/dev/null/x"], 1, "/dev/null"),
 }
 

@@ -1,7 +1,7 @@
 """Judgement of models whose code is not NxD Inference's own: what a run has shown of the code, and what it has not.
 
-What a class of the library's own was compared with says nothing about others: of options only those that the run had
-are passed on.
+A comparison of one of the library's classes shows nothing about others: of options only those that the run had are
+passed on.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ def findings(case: Case) -> Iterator[Finding]:
     what = f"the code in {code.folder} (SHA-256 {code.digest})"
     for names, problem, fix in _doubts(case, code.row):
         if case.options.nxdi_model_code_unverified:
-            told = f"{what} {problem}: compare its answers"
-            yield Finding((*names, _ACCEPT), told, "warning")
+            text = f"{what} {problem}: compare its answers"
+            yield Finding((*names, _ACCEPT), text, "warning")
         else:
-            told = f"{what} {problem}; {fix or 'take other code'}, or set {_ACCEPT}=true and compare its answers"
-            yield Finding(names, told)
+            text = f"{what} {problem}; {fix or 'take other code'}, or set {_ACCEPT}=true and compare its answers"
+            yield Finding(names, text)
     if code.row is not None and code.row.verdict == "right":
-        told = (
+        text = (
             f"{what} is {code.row.folder} of NxD Inference's contrib/models: right on a CPU rig in float32 with small "
             "random weights; bfloat16, kernels and the compiler are not shown"
         )
         if code.row.stand_in:
-            told += f". It was compared with {code.row.stand_in} of transformers, which has no class of its own for it"
-        yield Finding((_OPTION,), told, "note")
+            text += f". It was compared with {code.row.stand_in} of transformers, which has no class for it"
+        yield Finding((_OPTION,), text, "note")
     if count(case.model.config, Dimensions.of(case.model.config)) is None:
-        told = "the parameter count is estimated from the sizes in config.json, as of layers like llama's"
-        yield Finding((_OPTION,), told, "note")
+        text = "the parameter count is estimated from the sizes in config.json, as of layers like llama's"
+        yield Finding((_OPTION,), text, "note")
 
 
 Doubt = tuple[tuple[str, ...], str, str]

@@ -54,7 +54,7 @@ def first_release(name: str, model_type: str | None = None) -> Release:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return what tells releases apart, the first two numbers: (0, 10) of ``0.10.18399+ed62453e``."""
+    """Return the first two numbers, in which releases differ: (0, 10) of ``0.10.18399+ed62453e``."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

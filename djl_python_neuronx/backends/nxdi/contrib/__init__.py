@@ -1,8 +1,8 @@
 """Modules of models that lie outside NxD Inference: their names have the digest of the source that they are made of.
 
-They are imported from the bytes that were hashed, so a file that is exchanged meanwhile is never run. Whoever imports
-one by its name, as a process does that gets a pickled class of it, gets the same code or an error: this package adds
-the finder, and the folder is in the environment while the library works.
+They are imported from the bytes that were hashed, so a file that is exchanged meanwhile is never run. An import by
+name, as of a pickled class in another process, gives the same code or an error: this package adds the finder, and the
+folder is in the environment while the library works.
 """
 
 from __future__ import annotations
