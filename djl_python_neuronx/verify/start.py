@@ -95,6 +95,9 @@ def _check(prepared: Prepared, layers: int | None) -> None:
     if options.quantize or options.kv_cache_quantize:
         msg = "quantize, kv_cache_quantize: transformers gives no bounds for quantised weights; verify without them"
         raise ConfigError(msg)
+    if prepared.case.on_cpu and model.config.get("quantization_config"):
+        msg = "config.json has quantization_config: quantised weights have no bounds; verify the original checkpoint"
+        raise ConfigError(msg)
     if weights is None or weights.kind not in {"safetensors", "pickle"}:
         kind = "missing" if weights is None else weights.kind
         msg = f"the weights are {kind}, which transformers does not read; verify the original checkpoint"

@@ -142,6 +142,15 @@ def test_what_cannot_be_verified_is_an_error(name: str, model: Path, capsys: Any
     assert words in capsys.readouterr().err
 
 
+def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path, capsys: Any) -> None:
+    copy = shutil.copytree(model, tmp_path / "awq")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert cli.main(["verify", str(copy), *FLAGS]) == 1
+    assert "verify the original checkpoint" in capsys.readouterr().err
+
+
 def test_a_reference_that_does_not_fit_names_the_layers_that_do(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
