@@ -53,6 +53,7 @@ class Forecast:
     """The expected size and duration of a compile, and the callback for its progress."""
 
     num_graphs: int
+    """0: weights are cut for the cores."""
     seconds: float
     listener: Callable[[CompileProgress], None] | None = None
 
@@ -171,6 +172,9 @@ class _Watch:
             self._forecast.listener(progress)
         if done != self._reported or now_s - self._logged_s >= _LOG_EVERY_S:
             self._reported, self._logged_s = done, now_s
+            if total == 0:
+                logger.info("cutting_weights elapsed_s=%.0f", elapsed_s)
+                return
             logger.info(
                 "compile_progress graph=%d/%d elapsed_s=%.0f remaining_s=%.0f",
                 done, total, elapsed_s, progress.remaining_s,

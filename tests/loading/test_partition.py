@@ -204,11 +204,14 @@ def test_another_version_of_this_package_compiles_nothing_again(
     assert machine.compiled() == GRAPHS
 
 
-def test_weights_are_cut_beside_copies_of_the_stored_graphs(machine, options, tmp_path):
+def test_weights_are_cut_beside_copies_of_the_stored_graphs(machine, options, tmp_path, caplog):
+    caplog.set_level("INFO")
     out, stored = tmp_path / "out", tmp_path / "cache"
     arguments = {"environ": machine.environ, "overrides": options, "weights": "presharded"}
     made = compile_model(str(TINY), str(out), **arguments)
     assert machine.compiled() == GRAPHS
+    assert "cutting_weights elapsed_s=" in caplog.text
+    assert "graph=0/0" not in caplog.text
     cut = {name for name in made.files if name.endswith(".safetensors")}
     layers = json.loads((TINY / "config.json").read_text())["num_hidden_layers"]
     assert cut == {
