@@ -254,8 +254,8 @@ def _find(error: Exception) -> _Fault | None:
 
 
 def _describe(error: Exception) -> str:
-    """Return the end of an error's text, and the line that raised it if the text may say nothing."""
-    text = _tail(str(error))
+    """Return the end of an error's text, without a full stop, and the line that raised it if it may say nothing."""
+    text = _tail(str(error)).removesuffix(".")
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not (isinstance(error, AssertionError) or not text):
         return text

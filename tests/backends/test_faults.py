@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -85,6 +86,7 @@ def test_of_load(error: Exception, kind: type[ServingError], words: str) -> None
     found = of_load(error, "the model in /m")
     assert type(found) is kind
     assert words in str(found)
+    assert not re.search(r"\.\. [A-Z]", str(found))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,7 @@ def test_of_step(error: Exception, kind: type[BackendError], fatal: bool) -> Non
     found = of_step(error, "a decode step of 2 rows")
     assert type(found) is kind
     assert found.fatal is fatal
+    assert not re.search(r"\.\. [A-Z]", str(found))
 
 
 def test_a_long_log_keeps_its_end() -> None:
