@@ -650,13 +650,13 @@ class CompilerOptions(OptionGroup):
         Count | None,
         Option(
             env=("NEURON_COMPILATION_WORKER_COUNT",),
-            to={"tnx": SAME},
+            to={"tnx": SAME, "nxdi": "compile()"},
             tunes=True,
             graph=(),
         ),
     ] = None
     """Graphs that are compiled at once. Each compiler process takes some GB of host memory: lower it if the machine
-    runs out. Library default: one for each graph."""
+    runs out. Default: as many as that memory holds by an estimate, at most one for each graph."""
     unroll: Annotated[Count | None, Option(to={"tnx": SAME}, tunes=True, computed=True)] = None
     """Layers in one compiled graph. Default: all, which runs fastest and compiles longest. GPT-NeoX always takes
     all."""

@@ -588,7 +588,7 @@ COMPILER = {
         env=("NEURON_CC_PIPELINE_FACTOR",),
     ),
     "compilation_worker_count": count(
-        "compilation_worker_count", LEFT_OUT, env=("NEURON_COMPILATION_WORKER_COUNT",)
+        "compilation_worker_count", BACKEND, env=("NEURON_COMPILATION_WORKER_COUNT",)
     ),
     "unroll": count(constructor(unroll=3), LEFT_OUT),
     "multi_node": flag(
