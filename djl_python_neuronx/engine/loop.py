@@ -335,11 +335,7 @@ class EngineLoop:
                 if self._closing.is_set():
                     return _Death(BackendUnavailableError(STOPPING), "stop")
                 death = self._load()
-            if (
-                death is not None
-                and isinstance(death.error, CoresTakenError)
-                and self._engine.restartable
-            ):
+            if death and isinstance(death.error, CoresTakenError) and self._engine.restartable:
                 raise death.error
             return death
 

@@ -79,12 +79,13 @@ def code_facts(code: Code | None) -> dict[str, str]:
     """Return the facts about a model's code that its graphs depend on: its digest, and how it is loaded and mended."""
     if code is None or not code.digest:
         return {}
-    row, recipe = code.row, ""
-    if row is not None:
+    row, fix = code.row, ""
+    if row.fix:
         from djl_python_neuronx.backends.nxdi.contrib import fixes  # with all of the backend
 
-        fix = inspect.getsource(fixes) if row.fix else ""
-        recipe = json.dumps([row.made, dict(row.values), row.unset, row.fix, fix], sort_keys=True)
+        fix = inspect.getsource(fixes)
+    way = [row.class_name, row.made, dict(row.values), row.unset, row.fix, fix]
+    recipe = json.dumps(way, sort_keys=True)
     return {
         DIGEST: code.digest,
         "nxdi_code_recipe": hashlib.sha256(recipe.encode()).hexdigest(),

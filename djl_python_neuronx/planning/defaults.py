@@ -276,8 +276,7 @@ def others(name: str, case: Case, *, largest: bool = False) -> Iterator[object]:
         case "n_positions":
             prompt, most = _longest_prompt(options), case.model.max_positions or MAX_POSITIONS
             yield from (prompt, (prompt,)) if prompt else ()
-            row = case.code and case.code.row
-            yield from filter(None, (row and row.most_tokens(case.model),))
+            yield from filter(None, (case.code and case.code.row.most_tokens(case.model),))
             yield from ((limit,), min(2 * limit, most), most)
         case "context_length_estimate":
             prompts = options.context_length_estimate or ()

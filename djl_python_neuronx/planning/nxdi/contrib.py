@@ -24,9 +24,9 @@ class Row:
     """Name below `contrib/models`."""
     sha256: str
     """Digest of its source, see `artifacts.model_code`."""
-    verdict: Literal["right", "wrong", "fails"]
+    verdict: Literal["right", "wrong", "fails", "unknown"]
     """`right`: logits and tokens equal those of transformers, in continuous batches with joins and slots reused, within
-    the limits below. `wrong`: they differ. `fails`: it does not import, load or run."""
+    the limits below. `wrong`: they differ. `fails`: it does not import, load or run. `unknown`: it was never run."""
     reason: str = ""
     """Of `wrong` and `fails`: the first difference and its cause, as the end of "it …"; lower case, no full stop."""
     model_types: tuple[str, ...]
@@ -64,17 +64,18 @@ class Row:
         limits = [size for size in (most, model.sliding_window) if isinstance(size, int)]
         return min(limits, default=None)
 
-    @classmethod
-    def unknown(cls, digest: str) -> Row:
-        """The way to load code that has no row."""
-        return cls(folder="", sha256=digest, verdict="wrong", model_types=())
-
 
 @cache
 def rows() -> Mapping[str, Row]:
     """Return the rows of `contrib.toml` by the digest of their source."""
     table = read_table(__file__, "contrib.toml", dict[Literal["model"], tuple[Row, ...]])
     return {row.sha256: row for row in table["model"]}
+
+
+def row_of(digest: str) -> Row:
+    """Return the row of the code with a digest; without one a row with the verdict `unknown`."""
+    unknown = Row(folder="", sha256=digest, verdict="unknown", model_types=())
+    return rows().get(digest, unknown)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,6 @@ class Code:
     """Graphs came with the model that another program compiled, of which code is unknown."""
 
     @property
-    def row(self) -> Row | None:
-        """Its row; None: nothing is known of it."""
-        return rows().get(self.digest)
+    def row(self) -> Row:
+        """Its row, see `row_of`."""
+        return row_of(self.digest)

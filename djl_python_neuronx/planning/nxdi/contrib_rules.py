@@ -62,7 +62,7 @@ def findings(case: Case) -> Iterator[Finding]:
         else:
             text = f"{what} {problem}; {fix or 'take other code'}, or set {_ACCEPT}=true and compare its answers"
             yield Finding(names, text)
-    if code.row is not None and code.row.verdict == "right":
+    if code.row.verdict == "right":
         text = (
             f"{what} is {code.row.folder} of NxD Inference's contrib/models: right on a CPU rig in float32 with small "
             "random weights; bfloat16, kernels and the compiler are not shown"
@@ -79,8 +79,8 @@ Doubt = tuple[tuple[str, ...], str, str]
 """The options that it is about; the problem, as the end of a sentence about the code; a fix beside other code."""
 
 
-def _doubts(case: Case, row: Row | None) -> Iterator[Doubt]:
-    if row is None:
+def _doubts(case: Case, row: Row) -> Iterator[Doubt]:
+    if row.verdict == "unknown":
         yield (_OPTION,), "was never compared with transformers", ""
     elif row.verdict != "right":
         effect = "gives wrong answers" if row.verdict == "wrong" else "does not run"

@@ -20,7 +20,7 @@ from djl_python_neuronx.artifacts import model_code
 from djl_python_neuronx.artifacts.model_code import ModelCode
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.nxdi.contrib.fixes import FIXES
-from djl_python_neuronx.planning.nxdi import contrib as known
+from djl_python_neuronx.planning.nxdi.contrib import row_of
 
 VARIABLE = "DJL_NEURONX_MODEL_CODE"
 """The folder of the code, for processes that the library starts."""
@@ -62,8 +62,8 @@ class _Source(InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        row = known.rows().get(self._digest)
-        if row is not None and row.fix and self._path.stem.startswith("modeling_"):
+        row = row_of(self._digest)
+        if row.fix and self._path.stem.startswith("modeling_"):
             FIXES[row.fix](module)
 
 

@@ -18,7 +18,7 @@ from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.config.values import join_words
 from djl_python_neuronx.errors import ArtifactError, BackendError
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.nxdi.contrib import Code, Row
+from djl_python_neuronx.planning.nxdi.contrib import Code
 
 _LIBRARY = "neuronx_distributed_inference"
 _SIZES = {
@@ -50,7 +50,7 @@ class Contributed:
         Raises:
             BackendError: it does not have the numbers of config.json, or ties embeddings that the code cannot tie.
         """
-        row = self.code.row or Row.unknown(self.code.digest)
+        row = self.code.row
         if row.made == "from_pretrained":
             config = self.kind.from_pretrained(str(folder), neuron_config=neuron_config)
         else:
@@ -128,7 +128,7 @@ def contributed(code: Code) -> Iterator[Contributed]:
     """
     read = register(code.folder, code.digest)
     base = importlib.import_module(f"{_LIBRARY}.models.model_base").NeuronBaseForCausalLM
-    wanted = code.class_name or (code.row.class_name if code.row else "")
+    wanted = code.class_name or code.row.class_name
     found, bare = {}, {}
     for name in read.modules:
         try:
