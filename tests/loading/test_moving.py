@@ -166,7 +166,6 @@ TUNED = {
     "group_query_attention": "shard-over-heads",
     "qkv_tiling": True,
     "weight_tiling": True,
-    "compilation_worker_count": 4,
     "on_device_embedding": True,
     "low_cpu_mem_usage": True,
     "mlp_out_weight_transpose": True,
