@@ -26,6 +26,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="verify the first N layers alone, for a model whose float32 weights do not fit into the host's memory",
     )
     command.add_argument(
+        "--checkpoint",
+        metavar="MODEL",
+        help="compare with these weights: the model that an output was compiled from, whose own weights are cut",
+    )
+    command.add_argument(
         "--quick",
         action="store_true",
         help="leave out ends of long decode graphs, draw fewer tokens",
@@ -55,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             environ=environment(),
             overrides=dict(arguments.option),
             layers=arguments.layers,
+            checkpoint=arguments.checkpoint,
             quick=arguments.quick,
             progress=progress,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.errors import BackendError, load_failure
 from djl_python_neuronx.loading.engine_process import ModelJob
@@ -24,6 +25,8 @@ class Job:
     """A model to verify: its graphs are compiled, its checkpoint is here."""
 
     model: ModelJob
+    reference: LoadPlan
+    """The model's plan, with the folder of its checkpoint."""
     quick: bool = False
     logging: tuple[str, str] = ("INFO", "text")
     """See `log_settings`."""
@@ -46,7 +49,7 @@ def verify_job(job: Job) -> dict[str, Any]:
     del backend  # its memory is the reference's
     from djl_python_neuronx.verify.judge import judge  # imports torch
 
-    return judge(record, job.model.plan)
+    return judge(record, job.reference)
 
 
 def verify_guarded(job: Job, environ: Mapping[str, str]) -> dict[str, Any]:

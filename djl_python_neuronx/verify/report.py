@@ -34,11 +34,12 @@ def make_report(
     case, machine, memory = prepared.case, prepared.machine, prepared.planned.memory
     values = prepared.options.model_dump(mode="json", include={*_OPTIONS})
     values |= graph_options(prepared.options, prepared.backend) | code_facts(case.code)
+    compared = "all layers" if layers is None else f"the first {layers} of {total} layers alone"
+    cores = prepared.need.cores
+    device = f"{cores} NeuronCore{'s' * (cores > 1)} of {machine.instance_type or 'this machine'}"
     report = {
         "verdict": "wrong" if outcome["findings"] else "right",
-        "compared": "all layers"
-        if layers is None
-        else f"the first {layers} of {total} layers alone",
+        "compared": f"{compared}, by {prepared.backend} on {'the CPU, no chip' if case.on_cpu else device}",
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "send": _SEND,
         **outcome,

@@ -11,8 +11,11 @@ from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
+from djl_python_neuronx.artifacts.artifact import WHOLE
 from djl_python_neuronx.artifacts.atomic import require_space, temporary_folder
-from djl_python_neuronx.artifacts.fetch import download_root
+from djl_python_neuronx.artifacts.fetch import download_root, fetch
+from djl_python_neuronx.artifacts.formats import detect
+from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.config.values import as_property
 from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading.compiled import obtain
@@ -26,6 +29,8 @@ from djl_python_neuronx.loading.targets import find_target
 from djl_python_neuronx.planning.cores import place
 from djl_python_neuronx.planning.machines import GIB, available_memory, with_cores
 from djl_python_neuronx.planning.memory import float32_bytes
+from djl_python_neuronx.planning.nxdi.fields import other_fields
+from djl_python_neuronx.planning.rules import OPEN
 from djl_python_neuronx.telemetry import log_settings
 from djl_python_neuronx.verify.process import Job, verify_guarded
 from djl_python_neuronx.verify.report import make_report
@@ -40,10 +45,13 @@ def verify_model(
     environ: Mapping[str, str],
     overrides: Mapping[str, str],
     layers: int | None,
+    checkpoint: str | None,
     quick: bool,
     progress: LoadProgress,
 ) -> dict[str, Any]:
-    """Verify a model as `serve` would load it, and return the report. `layers`: of its first layers alone.
+    """Verify a model as `serve` would load it, and return the report.
+
+    `layers`: of its first layers alone. `checkpoint`: the place of the reference's weights, if not the model's own.
 
     Raises:
         ConfigError: the reference does not fit into memory, or cannot be compared with these options.
@@ -62,7 +70,8 @@ def verify_model(
     overrides = {**found.overrides, **overrides}
     prepared = prepare(overrides=overrides)
     total = prepared.case.model.num_layers
-    _check(prepared, layers)
+    _check(prepared, layers, checkpoint)
+    whole = checkpoint and _find_checkpoint(checkpoint, prepared, progress)
     with ExitStack() as stack:
         if layers is not None:
             copy = (
@@ -76,12 +85,15 @@ def verify_model(
         cores = place([prepared.need], prepared.case.device)[0][0]
         prepared = replace(prepared, environ=with_cores(prepared.environ, cores))
         compiled = obtain(prepared, lambda: _NO_TOKENIZER, progress)
-        model = ModelJob(prepared.backend, compiled.plan, compiled.folder)
-        outcome = verify_guarded(Job(model, quick, log_settings()), prepared.environ)
+        model, reference = ModelJob(prepared.backend, compiled.plan, compiled.folder), compiled.plan
+        if whole:
+            reference = replace(reference, model_dir=whole.folder, kind=whole.kind)
+        job = Job(model, reference, quick, log_settings())
+        outcome = verify_guarded(job, prepared.environ)
     return make_report(prepared, outcome, layers, total)
 
 
-def _check(prepared: Prepared, layers: int | None) -> None:
+def _check(prepared: Prepared, layers: int | None, checkpoint: str | None) -> None:
     """Refuse what cannot be compared before anything is compiled.
 
     Raises:
@@ -92,15 +104,27 @@ def _check(prepared: Prepared, layers: int | None) -> None:
     if options.simulated:
         msg = "model_loader=sim: no model runs, so there is nothing to compare; choose another"
         raise ConfigError(msg)
+    if prepared.case.on_cpu and options.model_loader in OPEN:
+        msg = (
+            f"no chip would be verified: model_loader=auto takes the cpu backend here ({prepared.machine.seen}). Give "
+            "the devices /dev/neuron* to this process or container, name a backend, or verify the CPU with "
+            "-o model_loader=cpu"
+        )
+        raise ConfigError(msg)
     if options.quantize or options.kv_cache_quantize:
         msg = "quantize, kv_cache_quantize: transformers gives no bounds for quantised weights; verify without them"
         raise ConfigError(msg)
     if prepared.case.on_cpu and model.config.get("quantization_config"):
         msg = "config.json has quantization_config: quantised weights have no bounds; verify the original checkpoint"
         raise ConfigError(msg)
-    if weights is None or weights.kind not in {"safetensors", "pickle"}:
-        kind = "missing" if weights is None else weights.kind
-        msg = f"the weights are {kind}, which transformers does not read; verify the original checkpoint"
+    if layers is not None and checkpoint is not None:
+        msg = "--layers compiles the first layers of a checkpoint; name that as the model, or leave out --layers"
+        raise ConfigError(msg)
+    if checkpoint is None and (weights is None or weights.kind not in WHOLE):
+        msg = (
+            f"transformers does not read the weights in {prepared.artifact.path}, which are cut or split for a Neuron "
+            "library; name the model that was compiled in --checkpoint: a folder, a Hugging Face id or an s3:// URI"
+        )
         raise ConfigError(msg)
     total = model.num_layers or 0
     if layers is not None and not 0 < layers <= total:
@@ -120,6 +144,26 @@ def _check(prepared: Prepared, layers: int | None) -> None:
             f"taken; {fix} a machine with more memory"
         )
         raise ConfigError(msg)
+
+
+def _find_checkpoint(place: str, prepared: Prepared, progress: LoadProgress) -> Weights:
+    """Return the whole weights of the checkpoint that a prepared model was compiled from.
+
+    Raises:
+        ConfigError: it is another model's.
+        ArtifactError: it cannot be fetched or read, or has no whole weights.
+    """
+    environ, origin = prepared.environ, "--checkpoint"
+    root = download_root(environ)
+    folder = fetch(place, environ=environ, root=root, progress=progress.transfer, origin=origin)
+    artifact = detect(folder, origin=origin)
+    if different := other_fields(prepared.artifact.config, artifact.config):
+        msg = (
+            f"{prepared.artifact.path} is of another model than {place} (from {origin}): it has "
+            f"{', '.join(different)}; name the model that was compiled"
+        )
+        raise ConfigError(msg)
+    return artifact.weights_for("cpu", WHOLE)
 
 
 def _copy(prepared: Prepared, layers: int, folder: Path) -> None:

@@ -15,7 +15,10 @@ import pytest
 pytest.importorskip("torch", reason="the reference needs torch")
 pytest.importorskip("transformers", "4.57", reason="the cpu backend needs transformers 4.57")
 
+from safetensors.torch import load_file, save_file
+
 from djl_python_neuronx import cli
+from djl_python_neuronx.errors import ConfigError
 from djl_python_neuronx.loading.check import check_all
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.nxdi.contrib import Code
@@ -54,7 +57,8 @@ def test_a_layer_limited_report_in_a_process_of_its_own(
     assert cli.main(["verify", str(model), *FLAGS, "--layers", "2", "--output", str(output)]) == 0
     shown = capsys.readouterr().out
     assert re.match(
-        r"right: \d+ outputs of \d+ graphs and 4 distributions .* the first 2 of 3 layers alone\n",
+        r"right: \d+ outputs of \d+ graphs and 4 distributions .* the first 2 of 3 layers alone, "
+        r"by cpu on the CPU, no chip\n",
         shown,
     )
     report, page = (
@@ -127,6 +131,8 @@ REFUSED = {
     "sim": (["-o", "model_loader=sim"], 1, "nothing to compare"),
     "layers": (["--layers", "4"], 1, "--layers is 4, and the model has 3"),
     "no layers": (["--layers", "0"], 1, "--layers is 0, and the model has 3; expected 1 to"),
+    "no device": (["-o", "model_loader=auto"], 1, "no chip would be verified: model_loader=auto"),
+    "both": (["--layers", "2", "--checkpoint", "."], 1, "leave out --layers"),
     "missing": (["--output", "/dev/null/x"], 1, "/dev/null"),
 }
 
@@ -149,6 +155,35 @@ def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path, capsys: 
     (copy / "config.json").write_text(json.dumps(config))
     assert cli.main(["verify", str(copy), *FLAGS]) == 1
     assert "verify the original checkpoint" in capsys.readouterr().err
+
+
+def test_an_output_with_cut_weights_needs_its_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its folder is that of the backend alone: the reference reads the checkpoint, whose field differs in `other`."""
+    monkeypatch.setattr(start, "verify_guarded", lambda job, _environ: verify_job(job))
+    changed, other = tmp_path / "changed", save_tiny_model("llama", tmp_path / "other")
+    shutil.copytree(model, changed)
+    weights = load_file(changed / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    save_file({**weights, name: weights[name].flip(0)}, changed / "model.safetensors")
+    for reference, status, words in (
+        (model, 0, "right: "),
+        (changed, 1, "wrong: "),
+        (other, 1, "num_hidden_layers 3 instead of"),
+        (tmp_path / "none", 1, "--checkpoint"),
+    ):
+        arguments = ["verify", str(model), *FLAGS, "--quick", "--checkpoint", str(reference)]
+        assert cli.main(arguments) == status
+        shown = capsys.readouterr()
+        assert words in shown.out + shown.err
+    (prepared,) = check_all(
+        [str(model)], environ={}, overrides={}, machine=named("inf2.8xlarge")
+    ).models
+    cut = replace(prepared, weights=replace(prepared.weights, kind="ranks"))
+    with pytest.raises(ConfigError, match="name the model that was compiled in --checkpoint"):
+        start._check(cut, None, None)
+    start._check(cut, None, str(model))
 
 
 def test_a_reference_that_does_not_fit_names_the_layers_that_do(
@@ -181,6 +216,8 @@ def test_a_report_estimates_decode_steps_and_leaves_out_what_may_be_a_path(model
     report = make_report(prepared, outcome, 3, 3)
     assert report["verdict"] == "wrong"
     assert report["machine"]["instance_type"] == "inf2.8xlarge"
+    compared = "the first 3 of 3 layers alone, by nxdi on 1 NeuronCore of inf2.8xlarge"
+    assert report["compared"] == compared
     assert report["options"]["max_rolling_batch_size"] == 2
     assert report["options"]["nxdi_code_sha256"] == "abc123"
     assert "/home/me" not in json.dumps(report)

@@ -164,6 +164,6 @@ def test_the_command_compiles_loads_and_reports(
         assert status == 0, shown.out + shown.err
         assert ("compile_needed" in shown.err) == compiles
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["compared"] == "the first 2 of 4 layers alone"
+    assert report["compared"].startswith(f"the first 2 of 4 layers alone, by {name} on 2 Neuron")
     assert report["machine"]["cores"] == 2
     assert not [*(tmp_path / "cache").rglob("verify-*")]

@@ -142,7 +142,9 @@ _OF_ANY: Final = read(
 )
 """Fields that the library records as they are, whichever class the model has."""
 _REWRITTEN: Final[Mapping[str, frozenset[str]]] = {
-    "gpt_oss": frozenset({"hidden_size", "intermediate_size", "rms_norm_eps"}),
+    "gpt_oss": frozenset(
+        {"hidden_size", "intermediate_size", "quantization_config", "rms_norm_eps"}
+    ),
     "qwen3_moe": frozenset({"intermediate_size", "moe_intermediate_size"}),
 }
 """Fields that a class changes before it records them: padded sizes, those of the experts, and constants."""
