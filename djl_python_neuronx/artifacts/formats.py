@@ -86,9 +86,9 @@ _LAYOUTS: dict[str, Format] = {
 class OwnOutput(Format):
     """The output of this package's own compilation: another layout and a `manifest.json` over it.
 
-    Graphs are where the layout has them, else in `compiled/`. Sizes of all files and hashes of all but the weights are
-    checked, links followed. An output of DJL's partition script does not list `serving.properties`, which that script
-    writes last.
+    Graphs are where the layout has them, else in `compiled/`. Sizes of all files, hashes of all but the weights and
+    samples of these are checked, links followed. An output of DJL's partition script does not list
+    `serving.properties`, which that script writes last.
     """
 
     name = "djl_neuronx"

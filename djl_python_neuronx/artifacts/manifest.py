@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from itertools import accumulate
@@ -41,7 +42,8 @@ VERSION = 1
 Role: TypeAlias = Literal["model", "draft"]
 """Use of a compiled model: served itself, or the draft model of another one."""
 Hashes: TypeAlias = Literal["all", "without weights", "none"]
-"""Which files `verify` hashes. Weights can take minutes to read; of the others it hashes the smallest, up to 8 GiB."""
+"""Which files `verify` hashes. Weights can take minutes to read: without them it compares samples of theirs. Of the
+others it hashes the smallest, up to 8 GiB."""
 
 _FACTS = ("artifact_digest", "compiler", "compiler_version", "target")
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt)$|(^|/)pytorch_model\.bin/")
@@ -154,6 +156,9 @@ class FileEntry(BaseModel):
 
     bytes: int = Field(ge=0, strict=True)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sampled: str = ""
+    """Of weights: the digest of samples, see `artifact_digest`. Empty: the file is malformed, or the manifest is from
+    before there was one."""
 
 
 class Manifest(BaseModel):
@@ -220,9 +225,13 @@ class Manifest(BaseModel):
 
 
 def _entries(folder: Path, names: Sequence[str]) -> dict[str, FileEntry]:
-    hashes = _sha256_of_each(folder, names)
+    hashes = _of_each(sha256_of, folder, names)
+    weights = [name for name in names if _WEIGHTS.search(name)]
+    samples = dict(zip(weights, _of_each(_sampled, folder, weights), strict=True))
     return {
-        name: FileEntry(bytes=(folder / name).stat().st_size, sha256=sha256)
+        name: FileEntry(
+            bytes=(folder / name).stat().st_size, sha256=sha256, sampled=samples.get(name, "")
+        )
         for name, sha256 in zip(names, hashes, strict=True)
     }
 
@@ -328,13 +337,17 @@ def verify(folder: Path, manifest: Manifest, *, hashes: Hashes = "all", exact: b
         known = names & expected.keys()
         changed = {n for n in known if (folder / n).stat().st_size != expected[n].bytes}
         hashed = sorted(known - changed, key=lambda name: expected[name].bytes)
+        sampled: list[str] = []
         if hashes != "all":
-            hashed = [n for n in hashed if hashes == "without weights" and not _WEIGHTS.search(n)]
+            allowed = hashed if hashes == "without weights" else []
+            sampled = [name for name in allowed if expected[name].sampled]
+            hashed = [name for name in allowed if not _WEIGHTS.search(name)]
             sums = accumulate(expected[name].bytes for name in hashed)
             hashed = hashed[: sum(total <= _MAX_HASHED_BYTES for total in sums)]
-        actual = _sha256_of_each(folder, hashed)
-        pairs = zip(hashed, actual, strict=True)
-        changed |= {name for name, sha256 in pairs if expected[name].sha256 != sha256}
+        actual = zip(hashed, _of_each(sha256_of, folder, hashed), strict=True)
+        changed |= {name for name, sha256 in actual if expected[name].sha256 != sha256}
+        samples = zip(sampled, _of_each(_sampled, folder, sampled), strict=True)
+        changed |= {name for name, sample in samples if expected[name].sampled != sample}
     missing, extra = expected.keys() - names, names - expected.keys()
     faults = [
         f"{what} {some(sorted(found))}"
@@ -405,9 +418,9 @@ def sha256_of(path: Path, root: Path) -> str:
     return digest.hexdigest()
 
 
-def _sha256_of_each(folder: Path, names: Iterable[str]) -> list[str]:
+def _of_each(digest: Callable[[Path, Path], str], folder: Path, names: Iterable[str]) -> list[str]:
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda name: sha256_of(folder / name, folder), names))
+        return list(pool.map(lambda name: digest(folder / name, folder), names))
 
 
 def _feed(digest: hashlib._Hash, *parts: object) -> None:
@@ -419,6 +432,13 @@ def _feed(digest: hashlib._Hash, *parts: object) -> None:
 def _sorted(folder: Path, patterns: Iterable[str]) -> list[Path]:
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _sampled(path: Path, root: Path) -> str:
+    links.check(path, root, is_file=True)
+    with suppress(ArtifactError):
+        return _sample(path)
+    return ""
 
 
 def _sample(path: Path) -> str:

@@ -5,10 +5,12 @@ import json
 import os
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from safetensors.numpy import save
 
 from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import whole_file
@@ -177,14 +179,33 @@ def test_of_a_folder_that_nobody_has_looked_at_a_bounded_part_is_hashed(folder, 
     "name",
     ["a.safetensors", "sub/b.bin", "c.pt", "pytorch_model.bin/p1", "sub/pytorch_model.bin/p1"],
 )
-def test_weights_are_hashed_only_with_all(folder, name):
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(b"x" * 9)
+def test_weights_are_hashed_only_with_all_and_else_sampled(folder, name):
+    """Of 64 KiB a tensor is 16, of which 4 in the middle are read; of another file all are."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {key: np.full(2**12, key, np.float32) for key in range(4)}
+    content = save({str(key): tensor for key, tensor in tensors.items()})
+    path.write_bytes(content)
     read = make(folder)
-    (folder / name).write_bytes(b"y" * 9)
-    manifests.verify(folder, read, hashes="without weights")
+    assert read.files[name].sampled
+    tensors[1], tensors[2] = tensors[2], tensors[1]
+    path.write_bytes(save({str(key): tensor for key, tensor in tensors.items()}))
+    manifests.verify(folder, read, hashes="none")
+    for hashes in ("without weights", "all"):
+        with pytest.raises(ArtifactError, match=f"changed {name}"):
+            manifests.verify(folder, read, hashes=hashes)
+    path.write_bytes(content[:-1] + b"y")
     with pytest.raises(ArtifactError, match=f"changed {name}"):
         manifests.verify(folder, read, hashes="all")
+    if name.endswith(".safetensors"):
+        manifests.verify(folder, read, hashes="without weights")
+        path.write_bytes(b"damaged".ljust(len(content)))
+        with pytest.raises(ArtifactError, match=f"changed {name}"):
+            manifests.verify(folder, read, hashes="without weights")
+        assert make(folder).files[name].sampled == ""
+    entry = read.files[name].model_copy(update={"sampled": ""})
+    before = read.model_copy(update={"files": {**read.files, name: entry}})
+    manifests.verify(folder, before, hashes="without weights")
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])

@@ -5,6 +5,7 @@ import shutil
 from functools import partial
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.artifacts import fetch
@@ -525,6 +526,17 @@ def test_cut_weights_do_not_serve_a_cache_divided_by_tokens(tmp_path, at_hand):
     divided = {"shard_over_sequence": "true", "group_query_attention": "replicated-heads"}
     errors = run(path, machine="inf2.48xlarge", **divided).findings.messages("error")
     assert any("cannot load the weights that it has cut" in error for error in errors)
+
+
+def test_weights_of_the_same_size_that_are_not_the_compiled_ones_are_an_error(compiled, at_hand):
+    at_hand(INF2, "0.13", "2.0")
+    assert run(compiled).ok
+    weights = load_file(compiled / "model.safetensors")
+    one, other = (f"model.layers.{n}.self_attn.o_proj.weight" for n in (1, 2))
+    swapped = {**weights, one: weights[other], other: weights[one]}
+    save_file(swapped, compiled / "model.safetensors", {"format": "pt"})
+    (error,) = run(compiled).findings.messages("error")
+    assert "changed model.safetensors" in error
 
 
 def test_a_draft_models_graphs_are_made_again_for_other_flags(compiled, at_hand):
