@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -98,7 +98,7 @@ def _check(prepared: Prepared, layers: int | None, checkpoint: str | None) -> No
 
     Raises:
         ConfigError: the first reason.
-        ArtifactAccessError: the disk of temporary files has no room for the outputs.
+        ArtifactAccessError: see `_check_host`.
     """
     options, model, weights = prepared.options, prepared.case.model, prepared.weights
     if options.simulated:
@@ -130,6 +130,17 @@ def _check(prepared: Prepared, layers: int | None, checkpoint: str | None) -> No
     if layers is not None and not 0 < layers <= total:
         msg = f"--layers is {layers}, and the model has {total}; expected 1 to all of them, or leave it out for all"
         raise ConfigError(msg)
+    _check_host(prepared, layers, () if checkpoint else range(1, total))
+
+
+def _check_host(prepared: Prepared, layers: int | None, fewer: Sequence[int]) -> None:
+    """Check that this host holds the outputs and the reference. `fewer`: numbers of layers that --layers may name.
+
+    Raises:
+        ConfigError: not its memory.
+        ArtifactAccessError: not the disk of temporary files.
+    """
+    model = prepared.case.model
     widths = {graph.batch for graph in prepared.planned.graphs if graph.kind == "decode"}
     outputs = most_outputs(load_plan(prepared, lambda: _NO_TOKENIZER), len(widths) or 1)
     size = 2 * 4 * outputs * (model.vocab_size or 0)  # float32 of the device and of the reference
@@ -137,7 +148,7 @@ def _check(prepared: Prepared, layers: int | None, checkpoint: str | None) -> No
     require_space("the comparison of logits", Path(gettempdir()), size, remedy)
     needed, there = float32_bytes(model, layers), available_memory()
     if there is not None and needed > there:
-        fits = [n for n in range(1, total) if float32_bytes(model, n) <= there]
+        fits = [n for n in fewer if float32_bytes(model, n) <= there]
         fix = f"give --layers {fits[-1]}, or" if fits else "take"
         msg = (
             f"the reference takes {needed / GIB:.1f} GiB of the host's memory in float32, and {there / GIB:.1f} can be "
