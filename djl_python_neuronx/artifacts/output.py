@@ -66,9 +66,7 @@ def write_output(
     packages: Mapping[str, str],
     layout: str,
     compiled: Path | None = None,
-    write_weights: Callable[[Path], object] | None = None,
-    write_draft: Callable[[Path], object] | None = None,
-    write_code: Callable[[Path], object] | None = None,
+    writers: Mapping[str, Callable[[Path], object]] = MappingProxyType({}),
     weights: WeightsInOutput = "link",
     for_djl: Mapping[str, str] = MappingProxyType({}),
     own_properties: bool = True,
@@ -77,11 +75,11 @@ def write_output(
     """Write the model in `source` with its compiled files to `destination`, which appears whole or not at all.
 
     It gets the source's configuration, tokenizer, templates, code and adapters byte for byte, `compiled` as the
-    folder `compiled`, what `write_draft` and `write_code` write to the folders `draft` and `model_code`, and a
-    `serving.properties`, see `properties_file`. The manifest lists that file unless another program replaces it
-    (`own_properties`). `layout` is the name of its format in `formats`. Weights are left out, copied, or linked (a hard
-    link where the file system supports it, else a copy): a linked file changes with its source. With ``presharded``
-    they are what `write_weights` writes into the folder `compiled`, whose files are then copies.
+    folder `compiled`, what each of the `writers` writes into the folder of its name, and a `serving.properties`, see
+    `properties_file`. The manifest lists that file unless another program replaces it (`own_properties`). `layout` is
+    the name of its format in `formats`. Weights are left out, copied, or linked (a hard link where the file system
+    supports it, else a copy): a linked file changes with its source. With ``presharded`` a writer adds them to the
+    folder `compiled`, whose files are then copies.
 
     Raises:
         ArtifactError: `destination` holds anything but an unchanged output, and `overwrite` is false; or it and
@@ -98,12 +96,8 @@ def write_output(
         new = beside / "new"
         new.mkdir()
         _fill(new, model, compiled, weights)
-        if write_weights is not None:
-            write_weights(new / COMPILED)
-        if write_draft is not None:
-            write_draft(new / DRAFT)
-        if write_code is not None:
-            write_code(new / CODE)
+        for name, write in writers.items():
+            write(new / name)
         (new / PROPERTIES).write_bytes(properties_file(options, for_djl))
         made = Manifest.of(new, facts, effective_options=options, packages=packages, layout=layout)
         if not own_properties:

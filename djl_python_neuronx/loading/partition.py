@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from djl_python_neuronx.artifacts import manifest as manifests
 from djl_python_neuronx.artifacts.atomic import storing, temporary_folder
 from djl_python_neuronx.artifacts.output import (
     CODE,
+    COMPILED,
     DRAFT,
     WeightsInOutput,
     check_free,
@@ -177,9 +178,11 @@ class _Writer:
     def _write_folder(
         self, prepared: Prepared, compiled: Compiled, destination: Path
     ) -> manifests.Manifest:
-        options, write_draft, write_code = pinned(prepared), None, None
+        options, writers = pinned(prepared), dict[str, Callable[[Path], object]]()
+        if self.weights == "presharded":
+            writers[COMPILED] = partial(preshard, prepared, compiled)
         if (code := prepared.case.code) is not None:
-            write_code = partial(model_code.copy, code.folder, code.digest)
+            writers[CODE] = partial(model_code.copy, code.folder, code.digest)
             options[OPTION] = f"./{CODE}"
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
@@ -187,7 +190,7 @@ class _Writer:
             # A draft model is small: its weights stay whole.
             whole: WeightsInOutput = "link" if self.weights == "presharded" else self.weights
             writer = replace(self, own_properties=True, weights=whole)
-            write_draft = partial(writer._write_folder, draft, compiled_draft)
+            writers[DRAFT] = partial(writer._write_folder, draft, compiled_draft)
             options[_DRAFT_OPTION] = DRAFT
         return write_output(
             _source(prepared),
@@ -197,11 +200,7 @@ class _Writer:
             packages=package_versions(),
             layout=layout(prepared, cut=self.weights == "presharded"),
             compiled=compiled.folder,
-            write_weights=partial(preshard, prepared, compiled)
-            if self.weights == "presharded"
-            else None,
-            write_draft=write_draft,
-            write_code=write_code,
+            writers=writers,
             weights=self.weights,
             for_djl=for_djl(prepared),
             own_properties=self.own_properties,
