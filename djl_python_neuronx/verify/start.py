@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -70,7 +70,9 @@ def verify_model(
     overrides = {**found.overrides, **overrides}
     prepared = prepare(overrides=overrides)
     total = prepared.case.model.num_layers
-    _check(prepared, layers, checkpoint)
+    if (obstacle := next(_obstacles(prepared, layers, checkpoint), None)) is not None:
+        raise ConfigError(obstacle)
+    _check_host(prepared, layers, () if checkpoint else range(1, total or 0))
     whole = checkpoint and _find_checkpoint(checkpoint, prepared, progress)
     with ExitStack() as stack:
         if layers is not None:
@@ -93,44 +95,31 @@ def verify_model(
     return make_report(prepared, outcome, layers, total)
 
 
-def _check(prepared: Prepared, layers: int | None, checkpoint: str | None) -> None:
-    """Refuse what cannot be compared before anything is compiled.
-
-    Raises:
-        ConfigError: the first reason.
-        ArtifactAccessError: see `_check_host`.
-    """
+def _obstacles(prepared: Prepared, layers: int | None, checkpoint: str | None) -> Iterator[str]:
+    """Yield the reasons for which a model cannot be compared, before anything is compiled."""
     options, model, weights = prepared.options, prepared.case.model, prepared.weights
     if options.simulated:
-        msg = "model_loader=sim: no model runs, so there is nothing to compare; choose another"
-        raise ConfigError(msg)
+        yield "model_loader=sim: no model runs, so there is nothing to compare; choose another"
     if prepared.case.on_cpu and options.model_loader in OPEN:
-        msg = (
+        yield (
             f"no chip would be verified: model_loader=auto takes the cpu backend here ({prepared.machine.seen}). Give "
             "the devices /dev/neuron* to this process or container, name a backend, or verify the CPU with "
             "-o model_loader=cpu"
         )
-        raise ConfigError(msg)
     if options.quantize or options.kv_cache_quantize:
-        msg = "quantize, kv_cache_quantize: transformers gives no bounds for quantised weights; verify without them"
-        raise ConfigError(msg)
+        yield "quantize, kv_cache_quantize: transformers gives no bounds for quantised weights; verify without them"
     if prepared.case.on_cpu and model.config.get("quantization_config"):
-        msg = "config.json has quantization_config: quantised weights have no bounds; verify the original checkpoint"
-        raise ConfigError(msg)
+        yield "config.json has quantization_config: quantised weights have no bounds; verify the original checkpoint"
     if layers is not None and checkpoint is not None:
-        msg = "--layers compiles the first layers of a checkpoint; name that as the model, or leave out --layers"
-        raise ConfigError(msg)
+        yield "--layers compiles the first layers of a checkpoint; name that as the model, or leave out --layers"
     if checkpoint is None and (weights is None or weights.kind not in WHOLE):
-        msg = (
+        yield (
             f"transformers does not read the weights in {prepared.artifact.path}, which are cut or split for a Neuron "
             "library; name the model that was compiled in --checkpoint: a folder, a Hugging Face id or an s3:// URI"
         )
-        raise ConfigError(msg)
     total = model.num_layers or 0
     if layers is not None and not 0 < layers <= total:
-        msg = f"--layers is {layers}, and the model has {total}; expected 1 to all of them, or leave it out for all"
-        raise ConfigError(msg)
-    _check_host(prepared, layers, () if checkpoint else range(1, total))
+        yield f"--layers is {layers}, and the model has {total}; expected 1 to all of them, or leave it out for all"
 
 
 def _check_host(prepared: Prepared, layers: int | None, fewer: Sequence[int]) -> None:
