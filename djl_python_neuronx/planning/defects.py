@@ -50,8 +50,8 @@ class CompilerDefect:
         symptom = f"users of neuronx-cc {self.compiler} report that {self.symptom}"
         return f"{symptom}: {self.cure} ({', '.join(self.sources)})"
 
-    def meets(self, case: Case, compiler: str) -> bool:
-        """True if a compile of this case, with this version of the compiler, meets the defect."""
+    def meets(self, case: Case) -> bool:
+        """True if a compile of this case meets the defect, with a version of the compiler that has it."""
         conditions = {name: _condition(value) for name, value in self.options.items()}
         family = case.device.family
         prompts = (
@@ -60,8 +60,7 @@ class CompilerDefect:
             if graph.kind == "prefill"
         )
         return (
-            sdks.within(compiler, self.compiler)
-            and case.backend == self.backend
+            case.backend == self.backend
             and (family in self.families if family else self.families != ())
             and all(getattr(case.model, name) in values for name, values in self.model.items())
             and when(**conditions).holds(case.effective)
@@ -73,20 +72,27 @@ def known_defects(case: Case, compiler: str | None) -> Iterator[Finding]:
     """Yield a warning for each defect that a compile of this case meets.
 
     `compiler`: its version; None, or no number: it is not known. Then those of all SDKs with a library that the backend
-    drives count, and a defect that the newest of them does not have is a note.
+    drives count. A defect that the newest of them does not have is a note, and those of none of them are one note.
     """
     known = bool(compiler and sdks.release(compiler))
     versions = [compiler] if compiler and known else _compilers(case)
+    others = []
     for row in _table().values():
-        met = [row.meets(case, version) for version in versions]
-        if any(met):
-            names = tuple(
-                name
-                for name, value in row.options.items()
-                if name in ServingOptions.model_fields and value != "unset"
-            )
+        if not row.meets(case):
+            continue
+        has = [sdks.within(version, row.compiler) for version in versions]
+        names = tuple(
+            name
+            for name, value in row.options.items()
+            if name in ServingOptions.model_fields and value != "unset"
+        )
+        if any(has):
             problem = row.report if known else f"{row.report}. The compiler is not known here"
-            yield Finding(names, problem, "warning" if met[0] else "note")
+            yield Finding(names, problem, "warning" if has[0] else "note")
+        elif not known:
+            others.append(row.report)
+    if others:
+        yield Finding((), f"with compilers of other SDKs alone, {'; '.join(others)}", "note")
 
 
 def _compilers(case: Case) -> list[str]:
