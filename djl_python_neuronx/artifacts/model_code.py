@@ -57,6 +57,11 @@ class ModelCode:
         """The names of the modules `src/modeling_*.py`."""
         return [name.removesuffix(".py") for name in self.files if _MODULE.fullmatch(name)]
 
+    def defines(self, name: str) -> bool:
+        """True if one of the modules has the text of a class of this name."""
+        text = re.compile(rb"\bclass\s+%s\b" % re.escape(name.encode()))
+        return any(text.search(self.files[f"{module}.py"]) for module in self.modules)
+
 
 def read(folder: Path) -> ModelCode:
     """Read the code in a folder.

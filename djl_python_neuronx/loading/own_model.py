@@ -12,7 +12,7 @@ from pathlib import Path
 from djl_python_neuronx.artifacts import fetch, model_code
 from djl_python_neuronx.artifacts.output import CODE
 from djl_python_neuronx.config.resolve import Resolved
-from djl_python_neuronx.errors import ArtifactNotFoundError
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 from djl_python_neuronx.loading.find import Model
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
@@ -31,7 +31,7 @@ def with_code(
     A place without an origin in `origins` is what the artifact records, and relative to it.
 
     Raises:
-        ArtifactError: the code cannot be fetched or read.
+        ArtifactError: the code cannot be fetched or read, or lacks the class that is named.
     """
     options, artifact = settings.options, model.artifact
     name = options.nxdi_model_code
@@ -44,7 +44,11 @@ def with_code(
     elif folder is None:
         folder = _fetched(name, settings, situation)
     if folder is not None:
-        digest = model_code.read(folder).digest
+        read, named = model_code.read(folder), options.nxdi_model_class
+        if named and not read.defines(named):
+            msg = f"the code in {folder} has no class {named}; correct option.nxdi_model_class, or name other code"
+            raise ArtifactError(msg)
+        digest = read.digest
     place = Path(CODE) if folder is None else folder.absolute()
     compiled = artifact.compiled if artifact.backend == "nxdi" else None
     is_foreign = compiled is not None and not has_own_graphs(compiled)

@@ -468,6 +468,11 @@ def test_check_names_the_code_and_auto_takes_the_library_for_any_model_type(
     text = "\n".join(report.findings.messages("note"))
     assert f"{code} (SHA-256 {model_code.read(code).digest})" in text
     assert "toy of NxD Inference's contrib/models" in text
+    assert checked(tmp_path / "model", code, nxdi_model_class="NeuronToyForCausalLM").ok
+    (error,) = checked(tmp_path / "model", code, nxdi_model_class="NeuronToy").findings.messages(
+        "error"
+    )
+    assert f"the code in {code} has no class NeuronToy;" in error
     assert "the parameter count is estimated" in text
     # A length that nobody sets is one that is right.
     known(code, model_types=("granite",), longest="hidden_size")
