@@ -125,12 +125,9 @@ COMMAND = {
 }
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [marked(name) for name in COMMAND])
-def test_the_command_compiles_loads_and_reports(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In processes of their own, with the library's files in the compile store; the second run compiles nothing."""
+@pytest.fixture
+def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores, and an empty compile store."""
     machine = f"{neuron_machine.FOLDER / 'bin'}:{os.environ['PATH']}"
     for variable, value in {
         "PATH": machine,
@@ -139,6 +136,15 @@ def test_the_command_compiles_loads_and_reports(
         "DJL_CACHE_DIR": str(tmp_path / "cache"),
     }.items():
         monkeypatch.setenv(variable, value)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("_machine")
+@pytest.mark.parametrize("name", [marked(name) for name in COMMAND])
+def test_the_command_compiles_loads_and_reports(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In processes of their own, with the library's files in the compile store; the second run compiles nothing."""
     options = (
         *COMMAND[name],
         f"model_loader={name}",
@@ -167,3 +173,22 @@ def test_the_command_compiles_loads_and_reports(
     assert report["compared"].startswith(f"the first 2 of 4 layers alone, by {name} on 2 Neuron")
     assert report["machine"]["cores"] == 2
     assert not [*(tmp_path / "cache").rglob("verify-*")]
+
+
+@pytest.mark.nightly
+@pytest.mark.nxdi
+@pytest.mark.usefixtures("_machine")
+def test_an_output_with_cut_weights_is_compared_with_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, options = str(tmp_path / "output"), ["tensor_parallel_degree=2", "n_positions=64"]
+    more = ["model_loader=nxdi", "max_rolling_batch_size=2", "context_length_estimate=32"]
+    flags = [word for option in (*options, *more, "dtype=fp32") for word in ("-o", option)]
+    assert cli.main(["compile", str(TINY_LLAMA), *flags, "--output", output]) == 0
+    assert cli.main(["verify", output, "--quick"]) == 1
+    assert "name the model that was compiled in --checkpoint" in capsys.readouterr().err
+    arguments = ["verify", output, "--quick", "--checkpoint", str(TINY_LLAMA)]
+    status = cli.main(arguments)
+    shown = capsys.readouterr()
+    assert status == 0, shown.out + shown.err
+    assert "all layers, by nxdi on 2 NeuronCores" in shown.out
