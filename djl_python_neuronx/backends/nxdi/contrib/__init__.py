@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,26 +44,24 @@ def package_of(digest: str) -> str:
     return f"{_PREFIX}{digest}"
 
 
+@dataclass(frozen=True)
 class _Source(InspectLoader):
     """The loader of one module."""
 
-    def __init__(self, digest: str, content: bytes, path: Path, *, is_package: bool) -> None:
-        self._digest, self._content, self._path = digest, content, path
-        self._is_package = is_package
-
-    def is_package(self, fullname: str) -> bool:  # noqa: ARG002
-        return self._is_package
+    digest: str
+    content: bytes
+    path: Path
 
     def get_source(self, fullname: str) -> str:  # noqa: ARG002
-        return self._content.decode()
+        return self.content.decode()
 
     def get_code(self, fullname: str) -> Any:  # noqa: ANN401, ARG002
-        return self.source_to_code(self._content, str(self._path))
+        return self.source_to_code(self.content, str(self.path))
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        row = row_of(self._digest)
-        if row.fix and self._path.stem.startswith("modeling_"):
+        row = row_of(self.digest)
+        if row.fix and self.path.stem.startswith("modeling_"):
             FIXES[row.fix](module)
 
 
@@ -89,12 +87,10 @@ class _Finder(MetaPathFinder):
             return None
         # The folder's own `__init__.py` is not run: some import what their folder lacks.
         content = code.files.get(found, b"") if file else b""
-        path_of = code.folder / model_code.SOURCE / found
-        loader = _Source(digest, content, path_of, is_package=is_package)
+        loader = _Source(digest, content, code.folder / model_code.SOURCE / found)
         # Not spec_from_file_location: Python's own finder would take a package's modules from its folder, unhashed.
-        spec = spec_from_loader(fullname, loader, origin=str(path_of), is_package=is_package)
-        if spec is not None:
-            spec.has_location = True
+        spec = ModuleSpec(fullname, loader, origin=str(loader.path), is_package=is_package)
+        spec.has_location = True
         return spec
 
 
