@@ -157,8 +157,8 @@ class FileEntry(BaseModel):
     bytes: int = Field(ge=0, strict=True)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     sampled: str = ""
-    """Of weights: the digest of samples, see `artifact_digest`. Empty: the file is malformed, or the manifest is from
-    before there was one."""
+    """Of weights: the digest of samples, see `artifact_digest`. Empty: the file is malformed, or the manifest has no
+    samples."""
 
 
 class Manifest(BaseModel):
