@@ -302,6 +302,43 @@ RELEASES = [
         mends={"library_version": "0.5.9230"},
     ),
     Row(
+        "override_neuron_config",
+        "error",
+        says="no keyword mlp_kernel_enable; did you mean 'mlp_kernel_enabled'?",
+        breaks={
+            **NXDI,
+            "override_neuron_config": {"mlp_kernel_enable": True},
+            "library_version": "0.7.14366",
+        },
+        mends={"override_neuron_config": {"layer_boundary_markers": True}},
+    ),
+    Row(
+        "override_neuron_config",
+        "error",
+        says="no keyword on_device_sampling_config.top_n",
+        breaks={
+            **NXDI,
+            "override_neuron_config": {"on_device_sampling_config": {"top_n": 1}},
+            "on_device_generation": {"do_sample": False},
+            "library_version": "0.9.1",
+        },
+        mends={"override_neuron_config": {}},
+    ),
+    *(
+        Row(
+            "override_neuron_config",
+            "warning",
+            says="no keyword sliding_window_attention_dp_degree",
+            breaks={
+                **NXDI,
+                "override_neuron_config": {"sliding_window_attention_dp_degree": 1},
+                **version,
+            },
+            mends={"override_neuron_config": {}},
+        )
+        for version in ({}, {"library_version": "0.10.18399"})
+    ),
+    Row(
         "fuse_qkv",
         "error",
         says="0.9 (SDK 2.29) is the first for the keyword fused_qkv",

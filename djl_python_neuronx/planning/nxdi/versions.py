@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
+from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.tables import read_table
 
 _MODEL = "model_loader"
+_SAMPLING = "on_device_sampling_config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +74,12 @@ def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
     installed = case.library_version
     model_type = "" if case.code else case.model.model_type or ""
     wanted = [(_MODEL, f"model_type {model_type}", first_release(model_type))]
-    for name, value in keywords.items():
-        inner = value if isinstance(value, Mapping) else {}
-        for keyword in (name, *(f"{name}.{entry}" for entry in inner)):
-            option = OPTIONS.get(keyword, OVERRIDE)
-            wanted.append((option, f"the keyword {keyword}", first_release(keyword, model_type)))
+    names = [*_names(keywords)]
+    for keyword in names:
+        option = OPTIONS.get(keyword, OVERRIDE)
+        wanted.append((option, f"the keyword {keyword}", first_release(keyword, model_type)))
+    if not case.code:
+        yield from _unknown(names, model_type, installed)
     if installed is None:
         name, what, newest = max(wanted, key=lambda entry: releases().index(entry[2]))
         if newest != releases()[0]:
@@ -95,3 +98,25 @@ def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
                 "or a later one"
             )
             yield Finding((name,), problem)
+
+
+def _names(keywords: Mapping[str, object]) -> Iterator[str]:
+    """Yield the keywords, and those of objects among them as ``object.field``."""
+    for name, value in keywords.items():
+        inner = value if isinstance(value, Mapping) else {}
+        yield from (name, *(f"{name}.{entry}" for entry in inner))
+
+
+def _unknown(names: Iterable[str], model_type: str, installed: str | None) -> Iterator[Finding]:
+    """Yield keywords that no release has: warnings where one may run whose keywords are not known."""
+    known = {
+        keyword
+        for release in releases()
+        for keyword in (*release.keywords, *release.of_model.get(model_type, ()))
+    }
+    is_known = installed is not None and numbers(installed) < numbers(releases()[-1].version)
+    for name in names:
+        if name not in known and name.partition(".")[0] in {name, _SAMPLING}:
+            hint = did_you_mean(name, known) or ";"
+            problem = f"NxD Inference has no keyword {name}{hint} correct or remove it"
+            yield Finding((OVERRIDE,), problem, "error" if is_known else "warning")
