@@ -142,7 +142,9 @@ def once_free(
             logger.warning(
                 "cores_taken left_s=%.0f holders=%r error=%s", left_s, str(holders), error
             )
-            if not left_s or pause(0):
+            if pause(0):
+                raise
+            if not left_s:
                 message = f"{error} (option.core_wait_s={wait_s:g} is over; the log names the processes seen)"
                 raise CoresTakenError(message) from error
             report(

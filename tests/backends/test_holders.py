@@ -145,7 +145,10 @@ def test_holders_are_in_the_log_and_not_in_the_error(monkeypatch, caplog):
     with pytest.raises(CoresTakenError) as caught:
         once_free(start, wait_s=0, pause=lambda _: False, report=reports.append)
     assert "4711" not in f"{caught.value} {reports}"
+    assert "core_wait_s=0 is over" in str(caught.value)
     assert "process 4711 (python3 serve.py)" in caplog.text
+    with pytest.raises(CoresTakenError, match=r"^taken$"):  # a wait that is ended is not over
+        once_free(start, wait_s=90, pause=lambda _: True, report=reports.append)
 
 
 @pytest.mark.parametrize("cgroup", CGROUPS)
