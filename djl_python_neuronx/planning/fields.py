@@ -105,6 +105,13 @@ def rope_type(value: object) -> str | None:
     return str(kind)
 
 
+def with_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `config.json`, with those inside `rope_scaling` and `rope_parameters` beside them."""
+    inner = [value for name in ROTARY if isinstance(value := config.get(name), Mapping)]
+    given = {key: value for each in inner for key, value in each.items() if value is not None}
+    return {**config, **given}
+
+
 def unusual_fields(
     fields: Mapping[str, Field], model: ModelFacts
 ) -> Iterator[tuple[str, object, Field]]:

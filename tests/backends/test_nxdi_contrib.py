@@ -35,6 +35,7 @@ from djl_python_neuronx.loading.compile_facts import compile_facts
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.planning.machines import named
+from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi import contrib, contrib_rules
 from djl_python_neuronx.planning.nxdi.contrib import Code, Row
 from tests.artifacts.folders import torchscript
@@ -660,6 +661,120 @@ def test_every_row_names_a_fix_that_exists_and_a_reason_if_it_is_refused() -> No
         assert bool(row.reason) == (row.verdict != "right"), row.folder
         assert row.model_types
     assert {row.fix for row in contrib.rows().values()} - {""} == fixes.FIXES.keys()
+
+
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 20.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # what the published config.json of each folder has of positions
+    "Phi-3-mini-4k-instruct": {
+        "model_type": "phi3",
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+    },
+    "AFM-4.5B-Base": {
+        "model_type": "arcee",
+        "hidden_act": "relu2",
+        "max_position_embeddings": 65536,
+        "rope_scaling": YARN,
+    },
+    "MiniCPM4-8B": {
+        "model_type": "minicpm",
+        "max_position_embeddings": 32768,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            **LONGROPE,
+            "original_max_position_embeddings": 32768,
+        },
+    },
+    "Phi-3.5-mini-instruct": {
+        "model_type": "phi3",
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", **LONGROPE},
+    },
+    "hunyuan-7b-instruct": {
+        "model_type": "hunyuan_v1_dense",
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "type": "dynamic",
+            "alpha": 1000.0,
+            "factor": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+OTHERS: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
+    # folder; what differs in config.json, and in its rope_scaling; the only error
+    ("Phi-3-mini-4k-instruct", {"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor=0.5"),
+    (
+        "Phi-3-mini-4k-instruct",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {},
+        "partial_rotary_factor=0.5",
+    ),
+    ("AFM-4.5B-Base", {}, {"attention_factor": 1.7}, "attention_factor=1.7"),
+    ("AFM-4.5B-Base", {}, {"mscale": 0.7}, "mscale=0.7"),
+    ("AFM-4.5B-Base", {}, {"mscale_all_dim": 1.0}, "mscale_all_dim=1.0"),
+    ("AFM-4.5B-Base", {}, {"truncate": False}, "truncate=False"),
+    (
+        "AFM-4.5B-Base",
+        {},
+        {"original_max_position_embeddings": None},
+        "without original_max_position_embeddings",
+    ),
+    ("MiniCPM4-8B", {}, {"original_max_position_embeddings": 128}, "right up to 128 tokens"),
+    ("Phi-3.5-mini-instruct", {}, {"attention_factor": 1.7}, "attention_factor=1.7"),
+    ("Phi-3.5-mini-instruct", {"partial_rotary_factor": 0.75}, {}, "partial_rotary_factor=0.75"),
+    (
+        "Phi-3.5-mini-instruct",
+        {"original_max_position_embeddings": None},
+        {},
+        "without original_max_position_embeddings",
+    ),
+    ("hunyuan-7b-instruct", {"max_position_embeddings": 128}, {}, "right up to 128 tokens"),
+)
+
+
+def test_a_row_takes_positions_as_published_and_no_others(tmp_path: Path) -> None:
+    """Numbers that the code does not read change the answers of transformers alone."""
+    prepared = checked(TINY, write(tmp_path / "code"), nxdi_model_code_unverified="true").prepared
+    assert prepared is not None
+    strict = prepared.options.model_copy(update={"nxdi_model_code_unverified": False})
+    base = replace(prepared.case, options=strict)
+    known = {row.folder: row for row in contrib.rows().values()}
+
+    def errors(folder: str, config: dict[str, Any]) -> list[str]:
+        code = Code(tmp_path / "code", known[folder].sha256)
+        case = replace(base, code=code, model=ModelFacts.from_config(config))
+        return [one.problem for one in contrib_rules.findings(case) if one.level == "error"]
+
+    tiny = json.loads((TINY / "config.json").read_text())
+    unlike = [
+        (folder, found)
+        for folder, given in PUBLISHED.items()
+        if (found := errors(folder, {**tiny, **given}))
+    ]
+    for folder, config, scaled, expected in OTHERS:
+        given = {**tiny, **PUBLISHED[folder], **config}
+        if scaled:
+            given["rope_scaling"] = {**given["rope_scaling"], **scaled}
+        found = errors(folder, given)
+        if len(found) != 1 or expected not in found[0]:
+            unlike.append((f"{folder} {expected}", found))
+    assert unlike == []
 
 
 def test_nxdi_compile_runs_the_code(

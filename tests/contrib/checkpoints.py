@@ -14,6 +14,7 @@ from typing import Any
 
 import transformers
 
+from djl_python_neuronx.planning.fields import rope_type, with_rotary
 from tests.doubles import tiny_models
 from tests.doubles.tiny_models import MAX_POSITIONS, write_model
 
@@ -31,7 +32,8 @@ class Tiny:
     written: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that are written over those of the class, for the folder alone."""
     alone: tuple[str, ...] = ()
-    """Numbers of config.json with which the folder computes something else, unless they are the tiny model's."""
+    """Numbers of config.json that the folder does not read, or computes something else with, unless they are the tiny
+    model's."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options that the folder's code needs."""
 
@@ -161,7 +163,11 @@ FOLDERS: Mapping[str, Tiny] = MappingProxyType(
         "OLMo-2-0425-1B-Instruct": Tiny("olmo2", _PLAIN),
         "OLMo-2-1124-7B": Tiny("olmo2", _PLAIN),
         "OLMo-3-7B-Think": Tiny("olmo3", {**_PLAIN, "sliding_window": 64}),
-        "Phi-3-mini-4k-instruct": Tiny("phi3", {**_PLAIN, "pad_token_id": 0, "sliding_window": 64}),
+        "Phi-3-mini-4k-instruct": Tiny(
+            "phi3",
+            {**_PLAIN, "pad_token_id": 0, "sliding_window": 64},
+            alone=("partial_rotary_factor",),
+        ),
         "Phi-3.5-MoE-instruct": Tiny(
             "phimoe",
             {
@@ -185,6 +191,7 @@ FOLDERS: Mapping[str, Tiny] = MappingProxyType(
                     "long_factor": [1.5, 3.0, 6.0, 9.0],
                 },
             },
+            alone=("partial_rotary_factor",),
         ),
         "Qwen2-7B-Instruct": Tiny("qwen2", {"use_sliding_window": False}),
         "Qwen3-0.6B": Tiny("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -355,9 +362,23 @@ _NO_NUMBER = frozenset(
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         "reorder_and_upcast_attn",
+        # the rows' `rotary`
+        *("rope_type", "type"),
     }
 )
 """Fields of config.json that change no logit, or none of a model that is not trained."""
+_SCALED: Mapping[str, Mapping[str, Any]] = {
+    "yarn": {
+        "attention_factor": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": None,
+        "truncate": True,
+    },
+    "longrope": {"attention_factor": None},
+}
+"""Type of scaled positions to what transformers reads of it beside lengths and factors, with the defaults."""
 _OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Fields that turn something off if they are null."""
 
@@ -373,12 +394,18 @@ def settings(name: str) -> dict[str, Any]:
 def compared(name: str) -> dict[str, tuple[Any, ...]]:
     """Return the switches of config.json with the values that a folder is compared with: those of its tiny model.
 
+    Numbers of its scaled positions that code may not read, as their defaults are the usual values, are among them.
+
     The text "absent" is there if the tiny model has null, or what transformers takes for a field that is absent.
     """
     kind, tiny = transformers.AutoConfig.for_model, FOLDERS[name]
-    default = kind(tiny.model_type).to_dict()
+    default = with_rotary(kind(tiny.model_type).to_dict())
     given = settings(name)
-    made = {**kind(tiny.model_type, **given).to_diff_dict(), **tiny.written}
+    made = {**with_rotary(kind(tiny.model_type, **given).to_diff_dict()), **tiny.written}
+    scaling = given.get("rope_scaling") or {}
+    scaled = _SCALED.get(rope_type(scaling) or "", {})
+    default.update(scaled)
+    made.update({field: scaling.get(field, value) for field, value in scaled.items()})
     # Some code ties whatever is set. Code that was compared untied lacks a weight of a tied checkpoint, or ties too.
     made.pop("tie_word_embeddings", None)
     if given.get("tie_word_embeddings"):
@@ -390,7 +417,7 @@ def compared(name: str) -> dict[str, tuple[Any, ...]]:
         for field, value in sorted(made.items())
         if field not in _NO_NUMBER
         and (
-            field in tiny.alone
+            field in (*tiny.alone, *scaled)
             or isinstance(value, (bool, str))
             or (value is None and field in _OFF)
         )

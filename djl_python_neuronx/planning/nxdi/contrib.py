@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from djl_python_neuronx.planning.fields import with_rotary
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.tables import read_table
 
@@ -50,17 +51,20 @@ class Row:
     degrees: tuple[int, ...] = (1, 2)
     """Tensor parallel degrees with right answers."""
     longest: str | int | None = None
-    """Tokens of a sequence (`n_positions`) with right answers, or the field of config.json that has this number."""
+    """Tokens of a sequence (`n_positions`) with right answers, or the field of config.json, or of its scaled positions,
+    that has this number."""
     slots: int | None = None
     """Most slots with right answers; None: any number."""
     rotary: tuple[str, ...] = ("default",)
     """Kinds of rotary positions (`rope_type`) with right answers."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Fields of config.json to the values with right answers; the text "absent" stands for null and for no field."""
+    """Fields of config.json, and of its scaled positions, to the values with right answers; the text "absent" stands
+    for null and for no field."""
 
     def most_tokens(self, model: ModelFacts) -> int | None:
         """Return the most tokens of a sequence with right answers: up to `longest`, and to any window of the model."""
-        most = model.config.get(self.longest) if isinstance(self.longest, str) else self.longest
+        fields, longest = with_rotary(model.config), self.longest
+        most = fields.get(longest) if isinstance(longest, str) else longest
         limits = [size for size in (most, model.sliding_window) if isinstance(size, int)]
         return min(limits, default=None)
 

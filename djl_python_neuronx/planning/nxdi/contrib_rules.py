@@ -14,7 +14,7 @@ from djl_python_neuronx.config.options import ServingOptions, option
 from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.fields import ROTARY, rope_type
+from djl_python_neuronx.planning.fields import ROTARY, rope_type, with_rotary
 from djl_python_neuronx.planning.model import Dimensions, count
 from djl_python_neuronx.planning.nxdi.capabilities import LAST_TOKENS
 from djl_python_neuronx.planning.nxdi.contrib import Row
@@ -31,6 +31,8 @@ _SERVER = (
     *("logical_nc_config", "compiler_target", "speculative_length", "speculative_draft_model"),
 )
 """Options that change no number, or that other rules refuse."""
+_ORIGINAL, _TO_ORIGINAL = "original_max_position_embeddings", frozenset({"yarn", "longrope"})
+"""The length that positions are scaled from, and the types of them that need it: each code has another default."""
 _OF_ARCHITECTURES = frozenset(
     name for name in ServingOptions.model_fields if "nxdi" in option(name).to
 ).difference(_LAYOUT, _SERVER)
@@ -91,7 +93,7 @@ def _doubts(case: Case, row: Row) -> Iterator[Doubt]:
 
 
 def _of_model(case: Case, row: Row) -> Iterator[Doubt]:
-    kind, config = case.model.model_type, case.model.config
+    kind, config = case.model.model_type, with_rotary(case.model.config)
     if kind not in row.model_types:
         known = join_words(row.model_types)
         yield (_OPTION,), f"was compared for model_type {known}, and not for {kind}", ""
@@ -109,6 +111,8 @@ def _of_model(case: Case, row: Row) -> Iterator[Doubt]:
         if ("absent" if value is None else value) not in values:
             problem = f"was not compared with {name}={shortened(value)} of config.json"
             yield (_OPTION,), problem, ""
+    if not _TO_ORIGINAL.isdisjoint(row.rotary) and config.get(_ORIGINAL) is None:
+        yield (_OPTION,), f"was not compared without {_ORIGINAL} in config.json", ""
 
 
 def _of_options(case: Case, row: Row) -> Iterator[Doubt]:
