@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +31,7 @@ from djl_python_neuronx.telemetry import log_settings, setup_logging
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 30.0
+_DISK_FULL = re.compile(r"no space left|\bENOSPC\b|quota exceeded", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def compile_guarded(
     try:
         run_guarded(__name__, job, environ, partial(_ended, backend), look=watch.report)
     except ServingError as error:
+        _name_full_disks(error, [target, neff_cache, Path(tempfile.gettempdir())])
         raise _explained(error, kills) from None
 
 
@@ -105,6 +110,21 @@ def _ended(backend: str, status: int) -> CompileError:
     )
     error.host_full = status == 128 + signal.SIGKILL
     return error
+
+
+def _name_full_disks(error: ServingError, places: Iterable[Path | None]) -> None:
+    """Add the room in the folders that a compile writes, and the cure, to the error of a full disk."""
+    if isinstance(error, BackendError) and _DISK_FULL.search(str(error)):
+        free = "; ".join(
+            f"{place}: {shutil.disk_usage(place).free / 2**20:,.0f} MiB free"
+            for place in places
+            if place and place.exists()
+        )
+        error.args = (
+            f"{error}\nA disk is full ({free}). Make room, or name folders on a larger disk: "
+            "option.compiled_graph_path or NEURON_COMPILE_CACHE_URL for graphs (SERVING_DOWNLOAD_DIR if that is an "
+            "s3:// URI), TMPDIR for the compiler; what was finished is kept",
+        )
 
 
 def _explained(error: ServingError, kills: int | None) -> ServingError:

@@ -52,7 +52,8 @@ def explained(prepared: Prepared) -> Iterator[None]:
 def _advice(prepared: Prepared, needed: CompileMemory) -> str:
     """Return the memory that a compile takes, and the command that compiles the same plan on another machine."""
     folder, name = prepared.options.model_dir, prepared.machine.instance_type
-    options = {one: value for one, value in pinned(prepared).items() if one not in _LOCAL}
+    chosen = {"model_loader", *prepared.resolved.origins} - _LOCAL
+    options = {one: value for one, value in pinned(prepared).items() if one in chosen}
     target: object = folder
     if folder is None or not try_path((folder / FILE_NAME).is_file, failed=False):
         target = fetch.local_folder(prepared.name, folder) or prepared.name

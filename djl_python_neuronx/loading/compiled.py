@@ -256,7 +256,7 @@ def _build(
         with explained(prepared):
             # transformers-neuronx compiles on the device.
             once_free(
-                run, wait_s=prepared.options.core_wait_s, pause=time.sleep, report=logger.info
+                run, wait_s=prepared.options.core_wait_s, pause=time.sleep, report=progress.stage
             )
         made.append(target)
 

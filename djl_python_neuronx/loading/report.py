@@ -170,8 +170,9 @@ def blocks(report: Report, *, everything: bool = False) -> Iterator[Block]:
 def finding_blocks(findings: Problems) -> Iterator[Block]:
     """Notes, warnings and errors, each level under its heading."""
     for title, level, style in _LEVELS:
-        if messages := findings.messages(level):
-            yield Block.of_lines(title, [f"- {message}" for message in messages], style)
+        if messages := [f"- {message}" for message in findings.messages(level)]:
+            lines = [line for one in messages for line in one.replace("\n", "\n  ").split("\n")]
+            yield Block.of_lines(title, lines, style)
 
 
 def gib(size_bytes: int) -> str:

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.loading.compile_risks import compile_risks
 from djl_python_neuronx.loading.compiled import obtain
 from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.loading.report import finding_blocks, write_blocks
 from djl_python_neuronx.planning import defects, machines
 from djl_python_neuronx.planning.plan import graph_options
 from tests.doubles.neuron_machine import GRAPHS, TINY
@@ -73,6 +75,9 @@ def test_what_the_compiler_refuses_is_not_compiled_again(machine, options, capsy
     told = check(str(TINY), environ=machine.environ, overrides=options)
     assert [type(error) for error in told.findings.errors] == [CompileError]
     assert "failed before" in str(told.findings.errors[0])
+    shown = StringIO()
+    write_blocks(finding_blocks(told.findings), shown)
+    assert "\n    Failed compilation with" in shown.getvalue()
     # So does `compile`, which prints it.
     given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     command = ["compile", str(TINY), "--output", str(tmp_path / "out"), *given]
@@ -132,6 +137,8 @@ def test_what_the_machine_lacks_is_not_remembered(machine, options):
     """Each start compiles again."""
     ended = [fails(machine, options, program) for program in PASSING.values()]
     assert not [error for error in ended if error.lasting or "failed before" in str(error)]
+    named = [" MiB free" in str(error) and "TMPDIR" in str(error) for error in ended]
+    assert dict(zip(PASSING, named, strict=True)) == {name: name == "disk" for name in PASSING}
     assert machine.compiled() == len(PASSING) * GRAPHS[:1]
 
 
@@ -298,3 +305,4 @@ def test_the_command_for_another_machine_compiles_the_same_plan(tmp_path, place)
     facts = [graph_options(one.prepared.options, "nxdi") for one in (told, again)]
     assert facts[0]["seq_len_threshold_for_cc_tiling"] == 8192
     assert facts[0] == facts[1]
+    assert given.keys() - told.prepared.resolved.origins.keys() <= {"model_loader"}
