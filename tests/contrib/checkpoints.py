@@ -138,9 +138,12 @@ FOLDERS: Mapping[str, Tiny] = MappingProxyType(
                 "residual_multiplier": 1.4 / 3**0.5,
                 "attention_multiplier": 8**-0.5,
                 "logits_scaling": 2.0,
+                "max_position_embeddings": 2 * MAX_POSITIONS,
+                # of the class; the model's own is in its rope_scaling alone
+                "original_max_position_embeddings": MAX_POSITIONS,
                 "rope_scaling": {
                     "rope_type": "longrope",
-                    "factor": 1.0,
+                    "factor": 2.0,
                     "short_factor": [1.0, 1.1, 1.5, 2.0],
                     "long_factor": [1.5, 3.0, 6.0, 9.0],
                     "original_max_position_embeddings": MAX_POSITIONS,
