@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from djl_python_neuronx.artifacts.artifact import CUT
 from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.loading.own_model import code_facts
 from djl_python_neuronx.loading.prepared import Prepared
@@ -34,7 +35,10 @@ def make_report(
     case, machine, memory = prepared.case, prepared.machine, prepared.planned.memory
     values = prepared.options.model_dump(mode="json", include={*_OPTIONS})
     values |= graph_options(prepared.options, prepared.backend) | code_facts(case.code)
-    compared = "all layers" if layers is None else f"the first {layers} of {total} layers alone"
+    weights = "cut" if prepared.weights and prepared.weights.kind in CUT else "whole"
+    compared = f"all layers, {weights} weights"
+    if layers is not None:
+        compared = f"the first {layers} of {total} layers alone"
     cores = prepared.need.cores
     device = f"{cores} NeuronCore{'s' * (cores > 1)} of {machine.instance_type or 'this machine'}"
     report = {

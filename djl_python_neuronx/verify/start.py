@@ -67,6 +67,7 @@ def verify_model(
         content=found.content,
         progress=progress,
     )
+    elsewhere = found.folder is not None and "model_id" in overrides
     overrides = {**found.overrides, **overrides}
     prepared = prepare(overrides=overrides)
     total = prepared.case.model.num_layers
@@ -92,6 +93,8 @@ def verify_model(
             reference = replace(reference, model_dir=whole.folder, kind=whole.kind)
         job = Job(model, reference, quick, log_settings())
         outcome = verify_guarded(job, prepared.environ)
+    if elsewhere:
+        outcome["left_out"].append("any weights in the folder itself: option.model_id names others")
     return make_report(prepared, outcome, layers, total)
 
 

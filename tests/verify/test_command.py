@@ -176,6 +176,11 @@ def test_an_output_with_cut_weights_needs_its_checkpoint(
         assert cli.main(arguments) == status
         shown = capsys.readouterr()
         assert words in shown.out + shown.err
+    # An option puts other weights in the place of the output's.
+    assert cli.main(["verify", str(model), *FLAGS, "--quick", "-o", f"model_id={changed}"]) == 0
+    shown = capsys.readouterr()
+    assert "all layers, whole weights, by cpu" in shown.out
+    assert "not compared: any weights in the folder itself" in shown.out
     (prepared,) = check_all(
         [str(model)], environ={}, overrides={}, machine=named("inf2.8xlarge")
     ).models

@@ -191,4 +191,4 @@ def test_an_output_with_cut_weights_is_compared_with_its_checkpoint(
     status = cli.main(arguments)
     shown = capsys.readouterr()
     assert status == 0, shown.out + shown.err
-    assert "all layers, by nxdi on 2 NeuronCores" in shown.out
+    assert "all layers, cut weights, by nxdi on 2 NeuronCores" in shown.out
