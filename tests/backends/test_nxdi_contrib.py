@@ -258,7 +258,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "plain": (
         TOY,
         {"made": "plain_config"},
-        {"model_type": "unknown_to_transformers", **ROTARY},
+        # transformers 4 ties where nothing is set
+        {"model_type": "unknown_to_transformers", "tie_word_embeddings": False, **ROTARY},
         "ToyConfig",
     ),
     "sizes": (
