@@ -11,7 +11,7 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -108,6 +108,7 @@ class Model:
         self.attn_v_cache = {batch_size: [torch.zeros(lengths[-1], batch_size, 1, 2)]}
         self.attn_k_cache = {batch_size: [torch.zeros(lengths[-1], batch_size, 1, 2)]}
         self.decoder_lm_head, self.layers = self, [self]
+        self.decoder_lm_head_for_speculation: dict[tuple[int, int], Any] = {}
         shared = self.neuron_config.continuous_batching
         assert not shared or (
             self.continuous_batching and shared.batch_size_for_shared_caches == batch_size
@@ -126,6 +127,9 @@ class Model:
         assert not self.ready
         arguments = {"speculation_length": speculation_length, "batch_sizes": batch_sizes}
         CALLS["enable_speculative_decoder"] = arguments
+        # Dimensions that are cut to a graph's columns: tokens, cache ids, start ids, last token ids ...
+        head = types.SimpleNamespace(inputs_sdim=(1, 1, None, 0, None))
+        self.decoder_lm_head_for_speculation[speculation_length, self.batch_size] = head
 
     def save(self, directory, sharded_weights=False):
         assert self.ready
