@@ -36,6 +36,7 @@ no_pin() {
     fail "SDK=$sdk: $pins has no $1, which the image $image needs; it is for the image $other"
 }
 [ "$sdk" = none ] || [ -f "$pins" ] || fail "SDK=$sdk: expected one of" docker/sdk-*.env
+# shellcheck disable=SC2013  # names have no spaces
 for name in $(sed -n 's/^ARG \([A-Z0-9_]*\)$/\1/p' "docker/Dockerfile.$image"); do
     pin=$(cat docker/versions.env "$pins" 2>/dev/null | grep "^$name=") || no_pin "$name"
     set -- --build-arg "$pin" "$@"
