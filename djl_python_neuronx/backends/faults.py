@@ -254,7 +254,7 @@ def _find(error: Exception) -> _Fault | None:
 
 
 def _describe(error: Exception) -> str:
-    """Return the end of an error's text, without a full stop, and the line that raised it if it may say nothing."""
+    """Return the end of an error's text, without a full stop, and the line that raised it if that explains more."""
     text = _tail(str(error)).removesuffix(".")
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not (isinstance(error, AssertionError) or not text):

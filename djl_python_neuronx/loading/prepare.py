@@ -127,9 +127,9 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     base = options.model_dir if DRAFT in settings.origins else None
     base = base or model.artifact.path
     with problems.catch():
-        given = settings.origins
-        settings = fill_recorded(settings, model.artifact, backend)
-        model = with_code(model, settings, given, situation)
+        given, settings = settings, fill_recorded(settings, model.artifact, backend)
+        if settings is not given:
+            model = with_code(model, settings, given.origins, situation)
     draft, of_draft = None, replace(situation, problems=Problems())
     if (name := settings.options.speculative_draft_model) is not None:
         held = model.artifact.manifest

@@ -100,7 +100,7 @@ def _judge(record: Record, plan: LoadPlan) -> dict[str, Any]:
     if not groups["all graphs"]:
         left_out.append("graphs: the device gives neither logits nor greedy tokens")
     if not eos_ids or not record.spec.eos_ids:
-        left_out.append("the end of texts, of which the model's files say nothing")
+        left_out.append("the end of texts: the model's files name no token for it")
     found = [*_locate(groups), *record.failures, *_others(record, eos_ids, draws)]
     return {
         "findings": [one._asdict() for one in found],

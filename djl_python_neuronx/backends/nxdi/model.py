@@ -84,10 +84,7 @@ def _contributed(
     if not plan.trust_remote_code:
         message = f"the code in {code.folder} is run with option.trust_remote_code=true alone"
         raise BackendError(message)
-    folder = next(
-        (each for each in (plan.model_dir, compiled) if each and (each / CONFIG).is_file()),
-        plan.model_dir,
-    )
+    folder = _config_folder(plan, compiled) or plan.model_dir
 
     def read(is_plain: bool) -> Any:  # noqa: ANN401
         """Return the configuration with the names of rotary positions that code for transformers 4 reads."""
@@ -175,14 +172,19 @@ def find_class(model_type: str) -> Any:  # noqa: ANN401
     return found
 
 
+def _config_folder(plan: LoadPlan, compiled: Path | None) -> Path | None:
+    """Return the folder with config.json: the model's, or that of its graphs; None without one."""
+    folders = (folder for folder in (plan.model_dir, compiled) if folder is not None)
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
 def _read_config(plan: LoadPlan, compiled: Path | None) -> Any:  # noqa: ANN401  (of transformers)
     """Return the model's configuration; weights that are divided have none beside them, their graphs do."""
     auto = importlib.import_module("transformers").AutoConfig
-    for folder in (plan.model_dir, compiled):
-        if folder is not None and (folder / CONFIG).is_file():
-            return auto.from_pretrained(
-                str(folder), trust_remote_code=plan.trust_remote_code, revision=plan.revision
-            )
+    if (folder := _config_folder(plan, compiled)) is not None:
+        return auto.from_pretrained(
+            str(folder), trust_remote_code=plan.trust_remote_code, revision=plan.revision
+        )
     if compiled is None or not (compiled / NEURON_CONFIG).is_file():
         message = f"there is no {CONFIG} in {plan.model_dir}; expected the model's. Copy it there"
         raise ArtifactNotFoundError(message)

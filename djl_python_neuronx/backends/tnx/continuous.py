@@ -33,9 +33,8 @@ class ContinuousBackend(TnxBackend):
             # int64: the library compares it with an arange to leave the answer as it is.
             torch.arange(plan.num_slots),
         )
-        for head in (
-            model.decoder_lm_head_for_speculation.values() if plan.num_speculative_tokens else ()
-        ):
+        verifying = model.decoder_lm_head_for_speculation if plan.num_speculative_tokens else {}
+        for head in verifying.values():
             # `last_token_id` has an entry for each row, and the library cuts it to the number of columns: with fewer
             # of these than slots no verification would run (decoder.py, `forward`, 0.13).
             head.inputs_sdim = (*head.inputs_sdim[:3], None, *head.inputs_sdim[4:])

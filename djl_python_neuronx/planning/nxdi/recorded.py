@@ -183,9 +183,8 @@ def _follows(given: Config) -> dict[str, Any]:
         "rpl_reduce_dtype": given["torch_dtype"],
         "scratchpad_page_size": 1024 if given["max_context_length"] >= 2**15 else None,
     }
-    if isinstance(
-        given["attn_cls"], Mapping
-    ):  # a class, which the architecture names: qwen2, qwen3
+    # A class, which the architecture names: qwen2, qwen3.
+    if isinstance(given["attn_cls"], Mapping):
         follows["attn_cls"] = given["attn_cls"]
     if given.get("token_generation_batches") == [rows]:
         follows["token_generation_batches"] = [rows]

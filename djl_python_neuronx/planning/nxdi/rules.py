@@ -353,7 +353,10 @@ def _no_kernels(case: Case) -> Iterator[Finding]:
         if getattr(case.options, name)
     )
     if names and not versions.has_kernels(family or "", case.library_version):
-        problem = f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28 (https://github.com/aws-neuron/aws-neuron-sdk/issues/1322)"
+        problem = (
+            f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28 "
+            "(https://github.com/aws-neuron/aws-neuron-sdk/issues/1322)"
+        )
         yield Finding(names, problem, "warning")
 
 
