@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -497,9 +498,14 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
         assert (found.folder, has_own_graphs(found.folder)) == (folder, not foreign)
 
 
+def reading_ahead():
+    return [each for each in threading.enumerate() if each.name == "djl-neuronx-read-ahead"]
+
+
 def test_stored_graphs_wait_for_no_tokenizer_while_the_weights_are_read_ahead(
     machine, options, caplog
 ):
+    wait_until(lambda: not reading_ahead(), "reads of other tests, which log the same")
     caplog.set_level("INFO")
     compiled(machine, options)
     prepared = prepare_or_raise(None, TINY, environ=machine.environ, overrides=options)
