@@ -140,13 +140,14 @@ class Engine:
         max_join_wait_s: float = 0.0,
         proposer: Proposer | None = None,
         make_sampler: Callable[[int, int], Sampler] = Sampler,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`proposer` drafts tokens for the backend to verify; not used where `spec.num_speculative_tokens` is 0.
 
-        `make_sampler` gets the numbers of slots and of tokens.
+        `make_sampler` gets the numbers of slots and of tokens. `clock`: seconds; the only time that the engine reads.
         """
         self.spec = backend.spec
-        self.runner = Runner(backend)
+        self.runner = Runner(backend, clock)
         self.dead: BackendError | None = None
         """The error for which the device was given up; every later step does nothing."""
         self._backend = backend
@@ -157,13 +158,15 @@ class Engine:
             max_join_wait_s=max_join_wait_s,
             cached=lambda waiting: backend.cached(*waiting.prefix_key),
             place=lambda free, waiting: backend.place(free, *waiting.prefix_key),
+            clock=clock,
         )
         self._sampler = make_sampler(self.spec.num_slots, self.spec.vocab_size)
         self._batcher = Batcher(self.spec, self._sampler)
         self.grammars: Grammars
         """Set with the vocabulary, before the first request that has one."""
         self.proposer = proposer
-        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
+        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens, clock)
+        self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
         self._last: Call | None = None
@@ -204,7 +207,7 @@ class Engine:
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
         """Queue a request that `limits.check` has passed, with an id that no other one has, and its grammar."""
-        sequence = Sequence(request, self.spec, grammar)
+        sequence = Sequence(request, self.spec, grammar, arrived_s=self._clock())
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -223,7 +226,7 @@ class Engine:
 
     def expire(self, waited_s: float) -> list[TokenOutput]:
         """End the sequences that have waited longer than `waited_s` for a slot, each with its error."""
-        limit = time.monotonic() - waited_s
+        limit = self._clock() - waited_s
         late = [sequence for sequence in self._scheduler.waiting if sequence.arrived_s < limit]
         what, fix = "no slot became free", "raise option.max_rolling_batch_size"
         if self._scheduler.slots.num_free:

@@ -72,9 +72,10 @@ class Ran(NamedTuple):
 class Runner:
     """Runs steps on a backend. Engine thread only; `describe`: any thread."""
 
-    def __init__(self, backend: Backend) -> None:
-        """Nothing has run yet."""
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing has run yet. `clock`: seconds."""
         self.backend = backend
+        self._clock = clock
         self.on_first_call: Callable[[], None] | None = None
         """Called before the first call of each graph: a runtime may load or even compile it in that call."""
         self.graphs_run: set[Graph] = set()
@@ -95,9 +96,9 @@ class Runner:
             self._choose_graph(step)
         kind, graph = self._kind, self._graph
         self._num_left -= 1
-        started_s = time.monotonic()
+        started_s = self._clock()
         output = self.backend.run(step)
-        device_s = time.monotonic() - started_s
+        device_s = self._clock() - started_s
         self.graphs_run.add(graph)
         return Ran(output, kind, graph, device_s)
 

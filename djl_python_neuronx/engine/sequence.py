@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
@@ -17,8 +16,14 @@ class Sequence:
     """The tokens of one request and its state; owned by the engine thread."""
 
     def __init__(
-        self, request: EngineRequest, spec: ModelSpec, grammar: Grammar | None = None
+        self,
+        request: EngineRequest,
+        spec: ModelSpec,
+        grammar: Grammar | None = None,
+        *,
+        arrived_s: float,
     ) -> None:
+        """`arrived_s`: the time at which the engine got it, by the clock of `Scheduler`."""
         self.request = request
         self.grammar = grammar
         self.on_host = sampled_on_host(request, spec)
@@ -46,7 +51,7 @@ class Sequence:
         self.seed = drawn if sampling.seed is None else sampling.seed
         # On the host too: logprobs must not change what a request's tokens are drawn from.
         self.sampling = replace(sampling, top_k=sampling.top_k or spec.default_top_k or 0)
-        self.arrived_s = time.monotonic()
+        self.arrived_s = arrived_s
         # A text ends with its grammar even if it ignores eos.
         ends = grammar is not None or not request.ignore_eos
         self.end_ids = _known(request.stop_token_ids | spec.eos_ids, spec)

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="the tnx backend needs torch")
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import LoadPlan
+from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.warmup import warm_up
@@ -26,6 +27,7 @@ from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.plan import make_plan
+from djl_python_neuronx.simulation import spec_of
 from tests.backends.tnx_plans import tnx_plan
 from tests.doubles import tnx_double
 
@@ -82,6 +84,15 @@ def own(graphs: Iterable[PlannedGraph]) -> set[tuple[str, int]]:
     return {(graph.kind, graph.bucket) for graph in graphs if not graph.kind.startswith("draft")}
 
 
+def _shapes(spec: ModelSpec) -> dict[str, object]:
+    """The facts that scheduling and the choice of graphs depend on."""
+    names = (
+        "num_slots max_model_len prefill_buckets max_prefill_batch token_buckets cache_buckets cache_block mixed_steps "
+        "joins decode_slots"
+    )
+    return {name: getattr(spec, name) for name in names.split()}
+
+
 @pytest.mark.parametrize("settings", STARTS.values(), ids=STARTS)
 def test_check_plans_what_a_start_compiles(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
@@ -98,6 +109,7 @@ def test_check_plans_what_a_start_compiles(
     assert plan.arguments == prepared.planned.arguments == arguments
     assert plan.dtype == prepared.options.dtype
     backend = backends.get("tnx").load(plan)
+    assert _shapes(spec_of(prepared.case)) == _shapes(backend.spec)
     (model,) = models
     assert list(tnx_double.CALLS.items()) == list(arguments.calls.items())
     assert model.amp == arguments.constructor["amp"]

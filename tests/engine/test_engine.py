@@ -390,16 +390,29 @@ def test_no_seed_differs_between_requests() -> None:
 
 
 def test_waiting_too_long_is_an_error() -> None:
+    """By the clock that the engine got, which goes on by a minute in each step."""
+    now_s = 0.0
     backend = ToyBackend(replace(TOY_SPEC, num_slots=1))
-    engine = Engine(backend)
+    run_toy = backend.run
+
+    def run_a_minute(step: Step) -> StepOutput:
+        nonlocal now_s
+        now_s += 60.0
+        return run_toy(step)
+
+    backend.run = run_a_minute  # type: ignore[method-assign]
+    engine = Engine(backend, clock=lambda: now_s)
     engine.add(request("a", [5, 6], 4, ignore_eos=True))
     engine.add(request("b", [5, 6], 4, ignore_eos=True))
-    engine.step()
+    info = engine.step().info
+    assert info is not None
+    assert info.device_s == 60.0
+    engine.add(request("c", [5, 6], 4, ignore_eos=True))
     assert engine.expire(60.0) == []
-    (late,) = engine.expire(0.0)
+    (late,) = engine.expire(59.0)
     assert late.request_id == "b"
     assert isinstance(late.error, RequestTimeoutError)
-    assert list(run(engine)) == ["a"]
+    assert list(run(engine)) == ["a", "c"]
     assert_clean(engine, backend)
 
 

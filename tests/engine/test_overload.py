@@ -71,7 +71,7 @@ class Simulation:
         """Run it for its time; returns the answers in time for each second."""
         backend = ToyBackend(SPEC)
         backend.run = self._run_device  # type: ignore[method-assign]
-        self._engine = Engine(backend)
+        self._engine = Engine(backend, clock=lambda: self.now_s)
         self.link = self
         self._replicas = Replicas(
             [lambda: self],  # type: ignore[list-item, return-value]

@@ -23,9 +23,8 @@ from tests.effort import examples
 
 def sequence(name: str, prompt_len: int, arrived_s: float = 0.0, **fields: object) -> Sequence:
     request = GenerationRequest(name, [1] * prompt_len, **fields)  # type: ignore[arg-type]
-    made = Sequence(request, replace(TOY_SPEC, max_model_len=128, eos_ids=frozenset()))
-    made.arrived_s = arrived_s
-    return made
+    spec = replace(TOY_SPEC, max_model_len=128, eos_ids=frozenset())
+    return Sequence(request, spec, arrived_s=arrived_s)
 
 
 class Gathering:
@@ -70,7 +69,7 @@ def test_prompts_enter_between_the_chunks_of_one_that_is_scored(running: bool) -
     spec = replace(TOY_SPEC, eos_ids=frozenset(), score_columns=4)
 
     def scored(name: str, count: int) -> Sequence:
-        return Sequence(GenerationRequest(name, [1] * count, scores_prompt=0), spec)
+        return Sequence(GenerationRequest(name, [1] * count, scores_prompt=0), spec, arrived_s=0.0)
 
     scheduler, ran = Scheduler(spec), list[str]()
     if running:

@@ -208,7 +208,7 @@ def test_prompt_lookup_takes_the_longest_match_and_of_those_the_last() -> None:
         (4,): [],
     }
     for slot, (text, wanted) in enumerate(cases.items()):
-        sequence = Running(GenerationRequest("a", text[:-1] or text), SPEC)
+        sequence = Running(GenerationRequest("a", text[:-1] or text), SPEC, arrived_s=0.0)
         sequence.slot = slot % SPEC.num_slots
         sequence.output_ids = list(text[-1:]) if len(text) > 1 else []
         sampler = Sampler(SPEC.num_slots, SPEC.vocab_size)
@@ -226,7 +226,7 @@ def test_prompt_lookup_is_the_plain_search(text: list[int], longest: int) -> Non
         if len(key) == size and places:
             wanted = text[places[-1] + size :][:4]
             break
-    sequence = Running(GenerationRequest("a", text[:1]), SPEC)
+    sequence = Running(GenerationRequest("a", text[:1]), SPEC, arrived_s=0.0)
     sequence.slot = 1
     lookup = NgramProposer(SPEC, longest)
     sampler = Sampler(SPEC.num_slots, SPEC.vocab_size)
