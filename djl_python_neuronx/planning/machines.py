@@ -79,6 +79,14 @@ class DeviceInfo:
         chip_bytes = family.core_memory_bytes * family.cores_per_device
         return family.chip_bytes_per_s * self.core_memory_bytes / chip_bytes
 
+    @property
+    def core_flops(self) -> float:
+        """Operations a second of a logical core with bfloat16, an even share of its chip's; 0 if unknown."""
+        family = FAMILIES.get(self.family or "")
+        if family is None:
+            return 0.0
+        return family.chip_flops * self.neuron_devices / self.neuron_cores
+
     def machines(self, degree: int) -> int:
         """Return the number of machines like this one that a tensor parallel group of `degree` cores spans."""
         return -(-degree // self.local_degree) if self.local_degree else 1
@@ -101,6 +109,8 @@ class Family:
     """Device memory of a chip divided by its logical cores."""
     chip_bytes_per_s: float = 820e9
     """Bandwidth of a chip's device memory."""
+    chip_flops: float = 190e12
+    """Operations a second of a chip with dense bfloat16."""
     used_degrees: tuple[int, ...] = ()
     """Undocumented degrees that guides use."""
 
@@ -118,6 +128,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             cores_per_device=4,
             core_memory_bytes=24 * GIB,
             chip_bytes_per_s=2.9e12,
+            chip_flops=667e12,
         ),
     )
 }
