@@ -72,11 +72,12 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, defaults, example file
+docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, defaults, recipes, example file
 	$(BIN)/python -m tools.document options > docs/options.md
 	$(BIN)/python -m tools.document architectures > docs/architectures.md
 	$(BIN)/python -m tools.document metrics > docs/metrics.md
 	$(BIN)/python -m tools.document defaults > docs/defaults.md
+	$(BIN)/python -m tools.document recipes > docs/recipes.md
 	$(BIN)/python -m tools.document example > serving.properties.example
 
 site: $(TOOLS_INSTALLED) $(TOOLS)/$(MERMAID).js ## the handbook in site/; a broken link is an error

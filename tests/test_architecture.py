@@ -15,7 +15,7 @@ import pytest
 from djl_python_neuronx import backends, errors
 from djl_python_neuronx.config.options import ServingOptions, allowed_values
 from tests.planning.settings import resolve
-from tools import document
+from tools import document, recipes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "djl_python_neuronx"
@@ -234,6 +234,7 @@ def test_generated_pages_are_current():
         "docs/architectures.md": document.architectures_page(),
         "docs/metrics.md": document.metrics_page(),
         "docs/defaults.md": document.defaults_page(),
+        "docs/recipes.md": recipes.page(),
         "serving.properties.example": document.example_file(),
     }
     for name, text in pages.items():

@@ -1,7 +1,7 @@
-"""Generator of serving.properties.example and of docs/options.md, architectures.md, metrics.md and defaults.md.
+"""Generator of serving.properties.example and of the generated pages of docs/.
 
-``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``, ``defaults``) writes to standard
-output; `make docs` writes all files.
+``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``, ``defaults``, ``recipes``) writes
+to standard output; `make docs` writes all files.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from djl_python_neuronx.protocol.plain import PlainProtocol, PlainRequest
 from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.protocol.tgi import TgiProtocol
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
+from tools import recipes
 
 _OPTIONS_HEAD = """\
 # Options
@@ -528,6 +529,7 @@ def main(which: str) -> None:
         "architectures": architectures_page,
         "metrics": metrics_page,
         "defaults": defaults_page,
+        "recipes": recipes.page,
     }
     sys.stdout.write(pages[which]())
 

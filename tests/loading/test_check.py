@@ -1,4 +1,4 @@
-"""`djl-neuronx check`: recipes that are ready, broken files that are not, and what is printed of either."""
+"""`djl-neuronx check`: broken files that are not ready, folders that are, and what is printed of either."""
 
 import dataclasses
 import io
@@ -41,32 +41,9 @@ from djl_python_neuronx.planning.memory import CoreMemory
 from tests.doubles import remote_doubles
 from tests.effort import examples
 from tests.loading.checking import INF2, LAPTOP, ROOT, TINY, folder, printed, run
+from tools.recipes import CHECKPOINTS, configuration
 
 MODELS = Path(__file__).parents[1] / "planning" / "models"
-HUB = {
-    "EleutherAI/gpt-j-6b": "gpt-j-6b",
-    "EleutherAI/gpt-neox-20b": "gpt-neox-20b",
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1b",
-    "facebook/opt-13b": "opt-13b",
-    "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
-    "meta-llama/Meta-Llama-3-70B-Instruct": "llama-3-70b",
-    "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
-    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
-    "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-instruct-v0.2",
-    "mistralai/Mistral-7B-v0.1": "mistral-7b-v0.1",
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b",
-}
-RECIPES = {
-    # file to the smallest machine that it is for, to the loader, and to words of what is to be said of it
-    "cpu-tiny": (None, "cpu", None),
-    "gpt-neox-20b-inf2": ("inf2.24xlarge", "tnx", None),
-    "llama3-70b-inf2-48xlarge": ("inf2.48xlarge", "nxdi", "64 heads are padded to 72"),
-    "llama3-70b-trn1": ("trn1.32xlarge", "nxdi", "8 KV heads are copied to 32"),
-    "llama3-8b-inf2": ("inf2.8xlarge", "nxdi", None),
-    "mistral-7b-inf2": ("inf2.8xlarge", "nxdi", None),
-    "mixtral-8x7b-inf2-48xlarge": ("inf2.48xlarge", "nxdi", None),
-    "opt-13b-inf2": ("inf2.24xlarge", "tnx", None),
-}
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.properties"))
 HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "prometheus_client"}
 
@@ -74,8 +51,7 @@ HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "prometheus_clien
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
     """Variables of a machine that reaches the hub's double and nothing else."""
-    models = {name: (MODELS / f"{file}.json").read_bytes() for name, file in HUB.items()}
-    with remote_doubles.hub(models) as (url, _):
+    with remote_doubles.hub({name: configuration(name) for name in CHECKPOINTS}) as (url, _):
         yield {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path_factory.mktemp("hf"))}
 
 
@@ -92,39 +68,6 @@ def process(environ, monkeypatch):
 def laptop(monkeypatch):
     """A machine without Neuron, whatever runs the tests."""
     monkeypatch.setattr(check_module.machines, "detect", lambda **kwargs: LAPTOP)
-
-
-def test_every_recipe_is_listed():
-    assert {path.stem for path in (ROOT / "configs").glob("*.properties")} == RECIPES.keys()
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["instance", "no-device"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_ready(environ, laptop, recipe, named):
-    machine, loader, told = RECIPES[recipe]
-    report = run(ROOT / "configs" / f"{recipe}.properties", environ, machine if named else None)
-    assert report.findings.messages("error") == ()
-    reported = [
-        text for text in report.findings.messages("warning") if "users of neuronx-cc" in text
-    ]
-    assert report.findings.messages("warning") == tuple(reported)
-    assert len(reported) == (recipe == "mistral-7b-inf2")
-    assert told is None or any(told in note for note in report.findings.messages("note"))
-    assert report.prepared.backend == loader
-    assert report.prepared.planned.memory.fits
-    assert bool(report.prepared.planned.graphs) == (loader != "cpu")
-    assert (
-        report.prepared.planned.estimated_compile_s <= report.resolved.options.model_loading_timeout
-    )
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_command_line_on_every_recipe(process, laptop, capsys, recipe):
-    assert cli.main(["check", str(ROOT / "configs" / f"{recipe}.properties")]) == 0
-    out = capsys.readouterr().out
-    loader = RECIPES[recipe][1]
-    assert ("ready" if loader == "cpu" else "plan OK") in out
-    assert loader in out
 
 
 def test_there_are_twenty_broken_files():
