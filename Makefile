@@ -72,9 +72,10 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## the generated pages: options, architectures, metrics, defaults, recipes, example file
+docs: $(INSTALLED) ## the generated pages of docs/, and the example file
 	$(BIN)/python -m tools.document options > docs/options.md
 	$(BIN)/python -m tools.document architectures > docs/architectures.md
+	$(BIN)/python -m tools.document support > docs/support.md
 	$(BIN)/python -m tools.document metrics > docs/metrics.md
 	$(BIN)/python -m tools.document defaults > docs/defaults.md
 	$(BIN)/python -m tools.document recipes > docs/recipes.md

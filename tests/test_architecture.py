@@ -232,6 +232,7 @@ def test_generated_pages_are_current():
     pages = {
         "docs/options.md": document.options_page(),
         "docs/architectures.md": document.architectures_page(),
+        "docs/support.md": document.support_page(),
         "docs/metrics.md": document.metrics_page(),
         "docs/defaults.md": document.defaults_page(),
         "docs/recipes.md": recipes.page(),

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
-from djl_python_neuronx.planning.nxdi.versions import first_release, numbers, releases
-from djl_python_neuronx.planning.sdks import table
 from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
@@ -123,26 +121,26 @@ def test_code_in_guides_calls_what_the_files_of_its_step_define() -> None:
     assert {"when", "refuse", "_rule", "_both", "optional_flag"} <= checked
 
 
-def test_the_matrix_of_releases_is_that_of_the_tables() -> None:
-    """Models by `versions.toml`, the SDK of each version and its transformers by `sdks.toml`."""
-    text = (ROOT / "docs/nxdi.md").read_text(encoding="utf-8")
-    lines = text.partition("## Versions and machines\n")[2].partition("\n\n1. ")[0].splitlines()
+def test_the_support_matrix_has_what_was_run() -> None:
+    """Results of the tests of each version of NxD Inference, and the SDKs as AWS's notes name them."""
+    lines = (ROOT / "docs/support.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
-    head, _, sdks, transformers, *models = rows
-    found, packages = {}, {}
-    for sdk in table().sdk:
-        for version in sdk.packages.get("neuronx-distributed-inference", ()):
-            minor = ".".join(version.split(".")[:2])
-            found[minor] = ".".join(sdk.version.split(".")[:2])
-            packages[minor] = sdk.packages.get("transformers", ("",))[0].removesuffix(".*")
-    assert sdks[1:] == [found[version] for version in head[1:]]
-    assert transformers[1:] == [packages[version] for version in head[1:]]
-    for release in releases():
-        assert found[release.version] == release.sdk[:4]
-    for name, *cells in models:
-        first = numbers(first_release(name).version)
-        wanted = ["equal" if numbers(version) >= first else "no class" for version in head[1:]]
-        assert [cell.removesuffix(" ¹") for cell in cells] == wanted, name
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["model_type"][1:] == ["0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.10"]
+    for model, runs, tnx in (
+        ("llama", 6, "equal"),
+        ("mixtral", 6, "equal"),
+        ("qwen2", 6, "–"),
+        ("dbrx", 6, "–"),
+        ("qwen3", 5, "–"),
+    ):
+        assert cells[model] == [tnx, *["–"] * (6 - runs), *["equal"] * runs, "served"], model
+    assert cells["mistral"] == ["equal", *["–"] * 5, "equal ¹", "served"]
+    assert cells["qwen3_moe"] == ["–"] * 3 + ["served"] * 5
+    assert cells["gpt2"] == ["equal", *["–"] * 7]
+    assert cells["2.28.1"] == ["3.10, 3.11, 3.12", "2.26", "2.23", "2.9", "0.8", "–", "4.57", "yes"]
+    assert cells["2.25.0"] == ["3.10, 3.11", "2.23", "2.20", "2.7", "0.5", "0.13", "4.51", "yes"]
+    assert cells["2.23.0"][4] == "0.3, not served"
 
 
 def test_the_life_of_an_option_has_at_most_12_files() -> None:

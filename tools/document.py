@@ -1,7 +1,7 @@
 """Generator of serving.properties.example and of the generated pages of docs/.
 
-``python -m tools.document options`` (or ``example``, ``architectures``, ``metrics``, ``defaults``, ``recipes``) writes
-to standard output; `make docs` writes all files.
+``python -m tools.document options`` (or another word of `main`: ``example``, ``support`` …) writes one of them to
+standard output; `make docs` writes all files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby, pairwise
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -29,7 +30,8 @@ from djl_python_neuronx.planning.capabilities import Capability
 from djl_python_neuronx.planning.case import NeuronBackend
 from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
-from djl_python_neuronx.planning.nxdi import contrib
+from djl_python_neuronx.planning.nxdi import contrib, versions
+from djl_python_neuronx.planning.sdks import DRIVER, TRANSFORMERS, Sdk, table
 from djl_python_neuronx.protocol.base import ParseContext, WireProtocol
 from djl_python_neuronx.protocol.bedrock import BedrockProtocol, BedrockRequest
 from djl_python_neuronx.protocol.lmi import LmiProtocol
@@ -40,6 +42,8 @@ from djl_python_neuronx.protocol.text_generation import Parameters
 from djl_python_neuronx.protocol.tgi import TgiProtocol
 from djl_python_neuronx.telemetry import METRICS, NAMESPACE
 from tools import recipes
+
+ROOT = Path(__file__).parents[1]
 
 _OPTIONS_HEAD = """\
 # Options
@@ -154,6 +158,50 @@ Face's logits. *read*: as transformers does. *translated*: into the names that t
 transformers wrote the file. Otherwise the library computes what is listed, whatever the value is: values at which it
 would *stop* are refused, and those that it gets *wrong* unless `allow_known_defects=true`; a warning names what is
 *near*, by at most 0.0005. Bold: transformers' value where the field is absent.
+"""
+
+_SUPPORT_HEAD = """\
+# Support matrix
+
+Generated from the tables in `djl_python_neuronx/planning/` (`sdks.toml`, `nxdi/versions.toml`, `nxdi/contrib.toml`,
+`capabilities.py`) by `make docs`. Edit those files, not this one.
+
+| | |
+| --- | --- |
+| Python | 3.10 and newer; on a Neuron machine those of its SDK |
+| Neuron SDK | 2.21 to 2.31, below |
+| DJL Serving | 0.36 is tested; older ones by `option.rolling_batch=tnx` ([djl.md](djl.md#tested-with)) |
+| chips | Inferentia2 (Inf2) and Trainium (Trn1); `check` plans for Trn2 too |
+
+Nothing here was run on a device ([nxdi.md](nxdi.md#not-shown-without-a-device)). `djl-neuronx doctor` compares the
+versions of a machine with these tables ([doctor.md](doctor.md)), `djl-neuronx check` a model.
+
+## SDKs
+
+The newest of each minor version, with the release numbers of its packages. *image*: `SDK=… docker/build.sh` has one
+([docker](../docker/README.md)); other SDKs take a file of their own there.
+"""
+
+_MODELS_HEAD = """## Models
+
+`model_type` of config.json, with transformers-neuronx 0.13 and each version of NxD Inference. *equal*: compared with
+transformers on an emulated device, and equal. *served*: by its source or release notes, and not run.
+"""
+
+_MODELS_TAIL = """\
+1. The library's repository has two releases of this version, and only the second has a class for the model; with the
+   first the start fails with that reason. Which of them AWS's wheel is, is not known here.
+
+**With the backend `cpu`**, for tests and small models: llama, mistral, mixtral, qwen2, gpt2, gpt-j, gpt-neox, opt,
+gpt_bigcode and bloom are tested; an architecture that does not work with a slot cache is refused.
+
+[architectures.md](architectures.md) has the features of each architecture, [nxdi.md](nxdi.md#versions-and-machines) the
+differences between versions.
+"""
+
+_CONFLICTS_HEAD = """## Combinations that fail
+
+What `doctor` reports, from AWS's release notes and from users.
 """
 
 _METRICS_HEAD = """\
@@ -306,6 +354,102 @@ def _treatment(field: Field) -> str:
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def support_page() -> str:
+    """Text of docs/support.md."""
+    heads = (
+        "SDK",
+        "Python",
+        "driver",
+        "compiler",
+        "torch-neuronx",
+        *_LIBRARIES.values(),
+        TRANSFORMERS,
+        "image",
+    )
+    sdks = (next(group) for _, group in groupby(table().sdk, key=_minor))
+    failing = (
+        f"{conflict.level}: {conflict.problem}. {conflict.fix[0].upper()}{conflict.fix[1:]}."
+        for conflict in table().conflict
+    )
+    parts = (
+        _SUPPORT_HEAD,
+        *_lines(heads, map(_sdk, sdks)),
+        "",
+        _MODELS_HEAD,
+        *_models(),
+        "",
+        _MODELS_TAIL,
+        _outside(),
+        _CONFLICTS_HEAD,
+        "".join(map(_bullet, failing)),
+    )
+    return "\n".join(parts).rstrip() + "\n"
+
+
+_LIBRARIES = {
+    "neuronx-distributed-inference": "NxD Inference",
+    "transformers-neuronx": "transformers-neuronx",
+}
+_RUN = ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
+"""Releases of NxD Inference that the tests run on a CPU rig."""
+
+
+def _lines(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Lines of a table."""
+    heads = tuple(heads)
+    for cells in (heads, ["---"] * len(heads), *rows):
+        yield f"| {' | '.join(cells)} |"
+
+
+def _minor(sdk: Sdk) -> str:
+    return ".".join(sdk.version.split(".")[:2])
+
+
+def _sdk(sdk: Sdk) -> Iterator[str]:
+    """Cells of an SDK; of a package the first numbers of its newest version."""
+    yield sdk.version
+    yield ", ".join(version for version in sdk.python if version not in {"3.8", "3.9"})
+    served = {release.version for release in versions.releases()}
+    for package in (DRIVER, "neuronx-cc", "torch-neuronx", *_LIBRARIES, TRANSFORMERS):
+        found = ".".join(sdk.packages.get(package, ("–",))[0].split(".")[:2])
+        yield (
+            f"{found}, not served"
+            if package in [*_LIBRARIES][:1] and found not in {*served, "–"}
+            else found
+        )
+    yield "yes" if (ROOT / f"docker/sdk-{_minor(sdk)}.env").exists() else "–"
+
+
+def _models() -> Iterator[str]:
+    """Lines of the table of models."""
+    releases = [*dict.fromkeys(release.version for release in versions.releases())]
+    tnx, nxdi = (NEURON_BACKENDS[name].architectures for name in ("tnx", "nxdi"))
+
+    def cell(model_type: str, release: str) -> str:
+        first = versions.first_release(model_type)
+        if model_type not in nxdi or versions.numbers(first.version) > versions.numbers(release):
+            return "–"
+        ran = release in _RUN and nxdi[model_type].verified
+        return ("equal" if ran else "served") + " ¹" * bool(first.name and release == first.version)
+
+    heads = ("model_type", "transformers-neuronx", *releases)
+    rows = (
+        (name, "equal" if name in tnx else "–", *(cell(name, release) for release in releases))
+        for name in sorted({*tnx, *nxdi})
+    )
+    return _lines(heads, rows)
+
+
+def _outside() -> str:
+    """Paragraph about the models outside of NxD Inference that are right."""
+    rows = (row for row in contrib.rows().values() if row.verdict == "right")
+    right = {name for row in rows for name in row.model_types}
+    names = join_words(sorted(right - NEURON_BACKENDS["nxdi"].architectures.keys()))
+    where = "[architectures.md](architectures.md#models-outside-nxd-inference)"
+    text = f"**Outside of the library**, with NxD Inference 0.9 and 0.10, and within the limits in {where}: {names}."
+    return "\n".join([*textwrap.wrap(text, 118, break_on_hyphens=False), ""])
 
 
 def metrics_page() -> str:
@@ -527,6 +671,7 @@ def main(which: str) -> None:
         "options": options_page,
         "example": example_file,
         "architectures": architectures_page,
+        "support": support_page,
         "metrics": metrics_page,
         "defaults": defaults_page,
         "recipes": recipes.page,
