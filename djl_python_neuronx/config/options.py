@@ -141,7 +141,7 @@ class GeneralOptions(OptionGroup):
     ] = "auto"
     """Backend. `auto` selects the backend that the model was compiled for, else an installed Neuron library that serves
     the model with these options (`nxdi` before `tnx`), else `cpu` if the machine has no Neuron device. `sim` runs no
-    model and makes up all answers, for load tests: docs/deploy.md. `optimum` and `vllm` are loaders of the old engine
+    model and makes up all answers, for load tests: docs/sim.md. `optimum` and `vllm` are loaders of the old engine
     and mean `auto`."""
     tensor_parallel_degree: Annotated[
         Count | Literal["max"] | None,

@@ -94,10 +94,10 @@ def test_systemd_knows_each_line_of_the_unit(tmp_path):
 
 
 def test_the_documented_packages_are_those_of_the_images():
-    """One place says which versions are known; the commands of docs/deploy.md repeat them."""
+    """One place says which versions are known; the commands of docs/install.md repeat them."""
     pins = (ROOT / "docker/sdk-2.25.env").read_text()
     versions = dict(re.findall(r"^(\w+)=(\S+)$", pins, re.MULTILINE))
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
     installed = dict(re.findall(r"([\w-]+)==([\w.+]+)", page))
     assert installed == {
         name: versions[name.upper().replace("-", "_")]
