@@ -147,7 +147,8 @@ class Server(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit as ended:
-            logger.error(_refused(ended.__context__, f"--host {host}", f"--port {port}"))  # noqa: TRY400
+            reason = _refused(ended.__context__, f"--host {host}", f"--port {port}")
+            logger.error("not_listening %s", reason)  # noqa: TRY400
             raise
         finally:
             uvicorns.disabled = False
@@ -175,7 +176,8 @@ class Server(uvicorn.Server):
             server = await event_loop.create_server(protocol, host, port, backlog=BACKLOG)
         except OSError as error:
             of_host = f"option.admin_host={host}" if options.admin_host else f"--host {host}"
-            logger.error(_refused(error, of_host, f"option.admin_port={port}"))  # noqa: TRY400
+            reason = _refused(error, of_host, f"option.admin_port={port}")
+            logger.error("not_listening %s", reason)  # noqa: TRY400
             raise SystemExit(1) from error
         self.servers.append(server)
 

@@ -941,7 +941,7 @@ def test_a_port_in_use_is_said_and_ends_the_process(tmp_path: Path) -> None:
         process = serve_process(tmp_path, port)
         _, log = process.communicate(timeout=PATIENCE_S)
     (line,) = log.splitlines()
-    assert f" ERROR djl_python_neuronx.server.process --port {port} " in line
+    assert f" ERROR djl_python_neuronx.server.process not_listening --port {port} " in line
     assert process.returncode == 1
     assert "address already in use; end what uses the port" in log
 
@@ -955,7 +955,7 @@ def test_a_host_that_is_not_this_machines_is_named_and_nothing_is_loaded(
     _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     (line,) = log.splitlines()
-    assert f" ERROR djl_python_neuronx.server.process --host {host}: " in line
+    assert f" ERROR djl_python_neuronx.server.process not_listening --host {host}: " in line
     assert "--port" not in line
 
 
