@@ -40,7 +40,7 @@ _KEYS = "write the keys into a file and set -o api_key_file=FILE, or set DJL_NEU
 _ORIGINS = "write -o cors_allow_origins=https://a.org,https://b.org"
 _DRAFTS = "write -o ngram_prompt_lookup_max=3, or -o speculative_draft_model=MODEL, and -o speculative_length=N"
 _CACHE = "set HF_HUB_CACHE to the folder of the hub's files"
-NOTHING = "nothing here corresponds to it; leave it out (docs/nxdi.md)"
+NOTHING = "nothing here corresponds to it; leave it out (docs/migration.md)"
 _PARSERS = "write -o tool_call_parser=NAME, or -o reasoning_parser=NAME: there are no others"
 _ADAPTERS = "no adapters in this version: serve the model with the adapter merged into it"
 _IMAGES = "no images, video or audio in this version; leave it out"

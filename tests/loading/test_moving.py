@@ -1,4 +1,4 @@
-"""Settings of other servers, read here: files of the old container's CI on NxD Inference, tables of docs/nxdi.md."""
+"""Settings of other servers: files of the old container's CI on NxD Inference, tables of the docs on migration."""
 
 import itertools
 import json
@@ -17,8 +17,10 @@ from djl_python_neuronx.planning.plan import examine
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "planning" / "models"
-GUIDE = (ROOT / "docs" / "nxdi.md").read_text(encoding="utf-8")
-VLLM = "From vLLM with NxD Inference"
+NXDI, LMI, TGI, VLLM = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("nxdi", "migration", "migration-tgi", "migration-vllm")
+)
 
 SAMPLING = {"global_topk": 64, "dynamic": True, "deterministic": False}
 SAMPLING_FILE = {"override_neuron_config": json.dumps({"on_device_sampling_config": SAMPLING})}
@@ -185,13 +187,17 @@ def test_what_only_tunes_the_old_library_is_left_out_with_a_note(tmp_path, name)
     assert name not in json.dumps(report.prepared.planned.arguments.neuron_config)
 
 
-def rows(heading, first):
-    """The rows of the guide's table below a heading whose first column has this name."""
-    section = GUIDE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = section.partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
+def rows(page, first):
+    """The rows of the page's table whose first column has this name."""
+    lines = page.partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     found = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
     assert len(found) > 5
     return found
+
+
+def blocks(page):
+    """The commands and files of a page, in their order."""
+    return re.findall(r"```(?:sh|properties)\n(.*?)```", page, re.DOTALL)
 
 
 def code(cell):
@@ -237,7 +243,7 @@ REFUSED_FLAGS = {"--allowed-origins"}
 """Flags that stand beside an option, but have another form."""
 TAKEN = [
     *(row for row in FLAGS if code(row[1])[0].startswith("option.")),
-    *(row for row in rows("From TGI", "TGI, variable or flag") if code(row[1])),
+    *(row for row in rows(TGI, "TGI, variable or flag") if code(row[1])),
 ]
 
 
@@ -280,8 +286,7 @@ def test_each_keyword_is_its_option(tmp_path, row):
 
 
 def test_the_command_line_is_the_file(tmp_path):
-    section = GUIDE.partition(f"\n## {VLLM}\n")[2]
-    command, file = re.findall(r"```(?:sh|properties)\n(.*?)```", section, re.DOTALL)[:2]
+    command, file = blocks(VLLM)[:2]
     found = options(tmp_path, file.splitlines())
     words = shlex.split(command)
     flags = dict(itertools.pairwise(words))
@@ -297,26 +302,23 @@ def test_the_command_line_is_the_file(tmp_path):
         tmp_path,
         [f"option.override_neuron_config={json.dumps(wanted)}", *same],
     )
-    report = check(
-        None,
-        environ={},
-        overrides={"model_id": str(write(tmp_path, [], "llama-3.1-8b")), **plain(file)},
-        machine=machines.named("inf2.48xlarge"),
-    )
-    assert report.findings.messages("error") == ()
 
 
 def test_the_commands_are_taken_as_they_are(tmp_path):
-    """Those of the chapters, by `serve`: vLLM's with another name of the program, TGI's behind its image."""
-    for heading, place, image in ((VLLM, 2, "djl-neuronx"), ("From TGI", 0, "neuron")):
-        section = GUIDE.partition(f"\n## {heading}\n")[2]
-        blocks = re.findall(r"```(?:sh|properties)\n(.*?)```", section, re.DOTALL)
-        file = next(block for block in blocks if block.startswith("option."))
-        words = shlex.split(blocks[place].replace("\\\n", ""))
-        start = next(i for i, word in enumerate(words) if word.endswith(image))
+    """Those of the pages, by `serve`: vLLM's with another name of the program, TGI's behind its image."""
+    commands = (
+        (VLLM, 2, "djl-neuronx"),
+        (VLLM, 3, "vllm.entrypoints.openai.api_server"),
+        (TGI, 0, "neuron"),
+    )
+    for page, place, program in commands:
+        file = next(block for block in blocks(page) if block.startswith("option."))
+        words = shlex.split(blocks(page)[place].replace("\\\n", ""))
+        start = next(i for i, word in enumerate(words) if word.endswith(program))
         environ = dict(word.split("=") for word in words[:start] if "=" in word)
         environ = {name: value for name, value in environ.items() if name.startswith("HF_")}
-        arguments = cli._parser().parse_args(["serve", *words[start + 1 :]][place > 0 :])
+        after = words[start + 1 :]
+        arguments = cli._parser().parse_args(after if "serve" in after else ["serve", *after])
         given = dict(arguments.option)
         model = given.pop("model_id", arguments.models[0])
         (tmp_path / "serving.properties").unlink(missing_ok=True)
@@ -325,6 +327,31 @@ def test_the_commands_are_taken_as_they_are(tmp_path):
         problems.raise_errors()
         expected = options(tmp_path, file.splitlines())
         assert found == expected.model_copy(update={"model_loader": "auto"})
+        report = check(
+            None,
+            environ={},
+            overrides={**plain(file), "model_id": str(write(tmp_path, [], "llama-3.1-8b"))},
+            machine=machines.named("inf2.48xlarge"),
+        )
+        assert report.findings.messages("error") == ()
+
+
+def test_lmis_file_becomes_one_without_a_warning(tmp_path):
+    reports, warned = [], []
+    for file in blocks(LMI)[-2:]:
+        lines = file.replace("s3://models/llama-3-8b", str(tmp_path)).splitlines()
+        write(tmp_path, lines, "llama-3-8b")
+        machine = machines.named("inf2.8xlarge")
+        reports.append(check(str(tmp_path), environ={}, overrides={}, machine=machine))
+        assert reports[-1].findings.messages("error") == ()
+        *warnings, weights = reports[-1].findings.messages("warning")
+        assert weights.startswith("no weights")
+        warned.append([re.split(r"[=: ]", text)[0] for text in warnings])
+    assert warned == [["rolling_batch", "entryPoint", "retry_threshold"], []]
+    old, new = (report.prepared.options for report in reports)
+    changed = {"rolling_batch": "auto", "async_mode": False}
+    assert new.model_copy(update=changed) == old.model_copy(update=changed)
+    assert (new.max_rolling_batch_size, new.tensor_parallel_degree, new.dtype) == (8, 2, "float16")
 
 
 SAME = {
@@ -342,7 +369,7 @@ def plain(file):
     return {name: value for name, value in pairs if name != "model_id"}
 
 
-@pytest.mark.parametrize("row", rows("Features of the library", "feature"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", rows(NXDI, "feature"), ids=lambda row: row[0])
 def test_each_feature_is_served_or_refused_as_the_guide_says(tmp_path, row):
     feature, example, status = row
     (keywords,) = code(example)
