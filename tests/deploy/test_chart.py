@@ -1,0 +1,688 @@
+"""The Helm chart: valid for Kubernetes, and what it renders is what the package and the real server take.
+
+`make chart` builds helm and installs kubernetes-validate; without them these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from djl_python_neuronx import cli
+from djl_python_neuronx.artifacts.manifest import unfinished
+from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.resolve import read_settings
+from djl_python_neuronx.config.sources import parse_properties
+from djl_python_neuronx.loading.check import check_all
+from djl_python_neuronx.planning.machines import FAMILIES, INSTANCES, listed_cores, named
+from djl_python_neuronx.server.process import END_S
+from tests.doubles.s3_rig import KEYS
+from tests.processes import held_port, wait_until
+
+pytest_plugins = ["tests.doubles.s3_fixtures"]
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "djl-neuronx"
+EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}
+MODELS = Path(__file__).parents[1] / "planning" / "models"
+TINY = ROOT / "examples" / "tiny-llama"
+
+KUBERNETES = ("1.30", "1.37")
+"""The oldest version that the chart allows, and the newest whose schemas kubernetes-validate has."""
+CUSTOM = {
+    "NodePool": (
+        "github.com/aws/karpenter-provider-aws@v1.12.0",
+        "pkg/apis/crds/karpenter.sh_nodepools.yaml",
+    ),
+    "EC2NodeClass": (
+        "github.com/aws/karpenter-provider-aws@v1.12.0",
+        "pkg/apis/crds/karpenter.k8s.aws_ec2nodeclasses.yaml",
+    ),
+    "ScaledObject": (
+        "github.com/kedacore/keda/v2@v2.21.0",
+        "config/crd/bases/keda.sh_scaledobjects.yaml",
+    ),
+    "PodMonitor": (
+        "github.com/prometheus-operator/prometheus-operator@v0.85.0",
+        "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml",
+    ),
+    "InferencePool": (
+        "sigs.k8s.io/gateway-api-inference-extension@v1.5.0",
+        "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+    ),
+}
+"""Kinds of custom resources, to the Go module with their definition and its file."""
+MODEL_OF = {
+    "llama-3-8b": "llama-3-8b",
+    "llama-2-13b": "llama-2-13b",
+    "mistral-7b": "mistral-7b-v0.1",
+    "tinyllama": "tinyllama-1.1b",
+}
+"""The examples' models, to their configurations in tests/planning/models."""
+LOAD_BYTES_PER_S = 125e6
+"""Weights from S3 to disk: the throughput of an EBS volume gp3 by default (AWS, "General purpose SSD volumes")."""
+
+TOOLS = os.environ.get("CHART_TOOLS")
+"""The folder that `make chart` fills, where nothing may be missing."""
+
+
+def program(name: str) -> str:
+    path = shutil.which(name, path=f"{TOOLS}/bin" if TOOLS else None)
+    if path is None and not TOOLS:
+        pytest.skip(f"there is no {name}; `make chart` brings it")
+    assert path, f"make chart has not made {name}"
+    return path
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [program("helm"), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@functools.cache
+def rendered(example: str, *settings: str) -> Sequence[dict[str, Any]]:
+    """The manifests of an example as `helm template` writes them, with further `--set` or `--set-json`."""
+    ran = template(EXAMPLES[example], *settings)
+    assert ran.returncode == 0, ran.stderr
+    return [one for one in yaml.safe_load_all(ran.stdout) if one]
+
+
+def template(values: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    more = [word for setting in settings for word in ("--set-json", setting)]
+    version = ("--kube-version", KUBERNETES[0])
+    return helm("template", "llm", str(CHART), "-n", "serving", *version, "-f", str(values), *more)
+
+
+def only(manifests: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    found = [
+        one for one in manifests if one["kind"] == kind and "helm.sh/hook" not in annotations(one)
+    ]
+    assert len(found) == 1, (kind, found)
+    return found[0]
+
+
+def annotations(manifest: dict[str, Any]) -> dict[str, str]:
+    return manifest["metadata"].get("annotations", {})
+
+
+def pod(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return only(manifests, "Deployment")["spec"]["template"]["spec"]
+
+
+def server(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    (container,) = pod(manifests)["containers"]
+    return container
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+POOL = ('inferencePool={"enabled": true, "picker": {"name": "picker"}}',)
+
+
+def every() -> Iterator[tuple[str, Sequence[dict[str, Any]]]]:
+    """The examples, and what they leave out: an InferencePool, devices for the compile Job, node labels, a digest."""
+    for name in EXAMPLES:
+        yield name, rendered(name)
+    yield "inf2-xlarge with a pool", rendered("inf2-xlarge", *POOL)
+    digest = f'image.digest="sha256:{"0" * 64}"'
+    others = (
+        "compile.onDevices=true",
+        'nodeSelector={"zone": "a"}',
+        "supplementalGroups=[500]",
+        digest,
+    )
+    secrets = 'secrets={"hubToken": {"name": "hub", "key": "token"}}'
+    yield "scale-to-zero with more", rendered("scale-to-zero", *others, secrets, "surge=1")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_helm_lint(example):
+    ran = helm(
+        "lint",
+        "--strict",
+        "--kube-version",
+        KUBERNETES[0],
+        str(CHART),
+        "-f",
+        str(EXAMPLES[example]),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_kubernetes_takes_the_manifests(tmp_path):
+    validate = program("kubernetes-validate")
+    files = []
+    for name, manifests in every():
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(yaml.safe_dump_all(m for m in manifests if m["kind"] not in CUSTOM))
+    for version in KUBERNETES:
+        ran = subprocess.run(
+            [validate, "--strict", "-k", version, *files],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = (ran.stdout + ran.stderr).splitlines()
+        assert ran.returncode == 0, lines
+        assert [line for line in lines if "passed" not in line] == []
+        assert len(lines) >= len(files) * 8
+
+
+def test_the_definitions_of_custom_resources_take_them():
+    schemas = definitions()
+    seen = set()
+    for name, manifests in every():
+        for manifest in (one for one in manifests if one["kind"] in CUSTOM):
+            version = manifest["apiVersion"].partition("/")[2]
+            faults = [*schemas[manifest["kind"], version].iter_errors(manifest)]
+            assert not faults, (name, manifest["kind"], faults)
+            seen.add(manifest["kind"])
+    assert seen == set(CUSTOM)
+
+
+def definitions() -> dict[tuple[str, str], jsonschema.Draft7Validator]:
+    """Kind and version to its schema, of the Go modules that publish it; unknown fields are errors."""
+    if not TOOLS:
+        pytest.skip(
+            "`make chart` fetches the definitions of custom resources, by Go's module proxy"
+        )
+    modules = sorted({module for module, _ in CUSTOM.values()})
+    # A module may ask for a newer Go; none is built here.
+    environ = {**os.environ, "GOTOOLCHAIN": "local"}
+    ran = subprocess.run(
+        ["go", "mod", "download", "-json", *modules],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+    )
+    text, folders, at = ran.stdout, {}, 0
+    while text[at:].strip():
+        found, end = json.JSONDecoder().raw_decode(text[at:].lstrip())
+        at += len(text[at:]) - len(text[at:].lstrip()) + end
+        folders[f"{found['Path']}@{found['Version']}"] = found.get("Dir", found.get("Error"))
+    schemas = {}
+    for kind, (module, file) in CUSTOM.items():
+        spec = yaml.safe_load((Path(folders[module]) / file).read_text())["spec"]
+        assert spec["names"]["kind"] == kind
+        for version in spec["versions"]:
+            schema = strict(version["schema"]["openAPIV3Schema"])
+            schema["properties"]["metadata"] = {"type": "object"}
+            schemas[kind, version["name"]] = jsonschema.Draft7Validator(schema)
+    return schemas
+
+
+def strict(schema: Any) -> Any:
+    """A schema of Kubernetes as JSON Schema; fields that it does not name are errors, as the API server prunes them."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: strict(value) for name, value in schema.items()}
+    if schema.get("x-kubernetes-int-or-string") is True:
+        made.pop("type", None)
+    if (
+        schema.get("type") == "object"
+        and "properties" in schema
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def test_the_table_of_instances_is_the_packages():
+    table = yaml.safe_load((CHART / "instances.yaml").read_text())
+    assert table == {
+        one.name: {
+            "devices": one.devices,
+            "coresPerDevice": FAMILIES[one.family].cores_per_device,
+            "vcpus": one.vcpus,
+        }
+        for one in INSTANCES.values()
+    }
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"]["instanceType"]["enum"] == [*INSTANCES]
+
+
+def settings(manifests: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The text of each model's file in the pod."""
+    return {
+        name.removesuffix(".properties"): text
+        for name, text in only(manifests, "ConfigMap")["data"].items()
+    }
+
+
+def amounts(container: dict[str, Any]) -> dict[str, int]:
+    """The devices that a container gets, and asks for with the same number."""
+    resources = container["resources"]
+    found = {name: n for name, n in resources["limits"].items() if name.startswith("aws.")}
+    assert found.items() <= resources["requests"].items()
+    return found
+
+
+def cores(container: dict[str, Any], instance: str) -> int:
+    """The NeuronCores of a container's devices."""
+    ((name, number),) = amounts(container).items()
+    each = {"aws.amazon.com/neuron": FAMILIES[INSTANCES[instance].family].cores_per_device}
+    return number * each.get(name, 1)
+
+
+def checked(example: str, text: dict[str, str], folder: Path, **environ: str) -> Any:
+    """The plan of the pod's models on the example's instance type, as `check` makes it before a start.
+
+    What they were compiled from takes the place of the compiled models, which are nowhere here.
+    """
+    files = []
+    for name, one in text.items():
+        model = folder / f"{name} model"
+        model.mkdir(exist_ok=True)
+        shutil.copy(MODELS / f"{MODEL_OF[name]}.json", model / "config.json")
+        files.append(folder / f"{name}.properties")
+        files[-1].write_text(re.sub("(?m)^option.model_id=.*$", f"option.model_id={model}", one))
+    instance = yaml.safe_load(EXAMPLES[example].read_text())["instanceType"]
+    return check_all([*map(str, files)], environ=environ, overrides={}, machine=named(instance))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+class TestExample:
+    def test_the_models_fit_the_devices(self, example, tmp_path):
+        """Cores are degree times copies; `check` knows each option and places the copies on just these cores."""
+        values = yaml.safe_load(EXAMPLES[example].read_text())
+        needed = sum(
+            model["options"]["tensor_parallel_degree"] * model["options"].get("replicas", 1)
+            for model in values["models"].values()
+        )
+        for resource in ("neuron", "neuroncore"):
+            container = server(rendered(example, f'resource="{resource}"'))
+            assert cores(container, values["instanceType"]) == needed
+        placement = checked(
+            example, settings(rendered(example)), tmp_path, NEURON_RT_NUM_CORES=str(needed)
+        )
+        faults = [
+            *placement.findings.errors,
+            *(report.findings.errors for report in placement.reports),
+        ]
+        assert placement.ok, faults
+        placed = [
+            one for copies in placement.placed for copy in copies for one in listed_cores(copy)
+        ]
+        if placed:
+            assert sorted(placed) == [*range(needed)]
+
+    def test_the_times_suffice(self, example, tmp_path):
+        """Of the start, the compile Job and the end of a pod."""
+        manifests = rendered(example)
+        placement = checked(example, settings(manifests), tmp_path)
+        plans = {
+            name: report.prepared.planned
+            for name, report in zip(settings(manifests), placement.reports, strict=True)
+        }
+        weights = sum(
+            plan.memory.weights * report.prepared.case.degree
+            for plan, report in zip(plans.values(), placement.reports, strict=True)
+        )
+        waits = {resolved(report)["core_wait_s"] for report in placement.reports}
+        assert (
+            seconds(server(manifests)["startupProbe"])
+            >= max(waits) + 2 * weights / LOAD_BYTES_PER_S
+        )
+        for job in (one for one in manifests if one["kind"] == "Job"):
+            name = job["metadata"]["name"].removeprefix("llm-compile-")
+            assert job["spec"]["activeDeadlineSeconds"] > plans[name].estimated_compile_s > 0
+        # Without a Job, and with time for it, a start compiles: the probe waits for that too.
+        compile_s = int(sum(plan.estimated_compile_s for plan in plans.values()))
+        longer = rendered(example, f"seconds.compile={compile_s}")
+        more = seconds(server(longer)["startupProbe"]) - seconds(server(manifests)["startupProbe"])
+        assert more >= compile_s - server(longer)["startupProbe"]["periodSeconds"]
+        for text, compiles in ((settings(manifests), False), (settings(longer), True)):
+            assert all(
+                ("option.compilation=forbid" not in one) == compiles for one in text.values()
+            )
+
+        for end in (manifests, rendered(example, "seconds.drain=300", "seconds.endpoints=30")):
+            drain = cli._parser().parse_args(server(end)["args"]).drain
+            wait = server(end)["lifecycle"]["preStop"]["sleep"]["seconds"]
+            assert pod(end)["terminationGracePeriodSeconds"] > wait + drain + END_S
+
+    def test_the_pod_has_no_rights(self, example):
+        manifests = rendered(example)
+        for one in manifests:
+            if one["kind"] in {"Deployment", "Job"}:
+                spec = one["spec"]["template"]["spec"]
+                assert spec["automountServiceAccountToken"] is False
+                assert spec["securityContext"]["runAsNonRoot"] is True
+                assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+                (container,) = spec["containers"]
+                assert container["securityContext"] == {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                }
+                mounts = {
+                    mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]
+                }
+                assert not mounts.pop("/tmp")
+                writes = one["kind"] == "Job"
+                assert all(mounts[path] for path in mounts if not (writes and path == "/models"))
+                dockerfile = (ROOT / "docker" / "Dockerfile.nxdi").read_text()
+                assert f"USER {spec['securityContext']['runAsUser']}:" in dockerfile
+
+    def test_everything_names_the_pods(self, example):
+        manifests = rendered(example)
+        template_labels = only(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
+        for one in manifests:
+            selector = (
+                one["spec"].get("selector", one["spec"].get("podSelector", {}))
+                if "spec" in one
+                else {}
+            )
+            assert selector.get("matchLabels", selector).items() <= template_labels.items()
+            if one["kind"] == "Job":
+                labels = one["spec"]["template"]["metadata"]["labels"]
+                assert (
+                    labels["app.kubernetes.io/component"]
+                    != template_labels["app.kubernetes.io/component"]
+                )
+            target = one["spec"].get("scaleTargetRef") if "spec" in one else None
+            assert (
+                target is None
+                or target["name"] == only(manifests, "Deployment")["metadata"]["name"]
+            )
+        named_ports = {port["name"] for port in server(manifests)["ports"]}
+        policy = only(manifests, "NetworkPolicy")["spec"]["ingress"]
+        assert {port["port"] for rule in policy for port in rule["ports"]} == named_ports
+        assert only(manifests, "Service")["spec"]["ports"][0]["targetPort"] in named_ports
+
+
+def seconds(probe: dict[str, Any]) -> int:
+    return probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def resolved(report: Any) -> dict[str, Any]:
+    return report.resolved.options.model_dump()
+
+
+METRIC = re.compile(r"\b(?:djl_neuronx|vllm)[_:]\w+")
+
+
+@pytest.fixture
+def programs(tmp_path) -> dict[str, str]:
+    """Variables of a process that finds this package's command and the images' scripts."""
+    command = tmp_path / "bin" / "djl-neuronx"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m djl_python_neuronx "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{ROOT / 'docker'}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+
+
+def test_the_server_starts_as_the_pod_and_answers_its_probes(programs, tmp_path):
+    """With the pod's arguments, settings and variables; for the simulated device, on other ports."""
+    manifests = rendered("scale-to-zero")
+    container = server(manifests)
+    (text,) = settings(manifests).values()
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    shutil.copy(MODELS / "tinyllama-1.1b.json", model / "config.json")
+    file = tmp_path / "tinyllama.properties"
+    file.write_text(re.sub("(?m)^option.model_id=.*$", f"option.model_id={model}", text))
+    probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    metrics = "".join(map(json.dumps, (only(manifests, "ScaledObject"), hpa("inf2-48xlarge"))))
+    wanted = set(METRIC.findall(metrics))
+    assert len(wanted) == 2
+    with ExitStack() as stack:
+        ports = {one["name"]: stack.enter_context(held_port()) for one in container["ports"]}
+        places = {"/etc/djl-neuronx": str(tmp_path), "=9000": f"={ports['metrics']}"}
+        arguments = [
+            functools.reduce(lambda a, p: a.replace(*p), places.items(), a)
+            for a in container["args"]
+        ]
+        assert [len(one) for one in arguments] != [len(one) for one in container["args"]]
+        environ = {
+            **programs,
+            **variables(container),
+            "OPTION_MODEL_LOADER": "sim",
+            "OPTION_SIM_STEP_MS": "1",
+        }
+        environ["SAGEMAKER_BIND_TO_PORT"] = str(ports["http"])
+        log = stack.enter_context((tmp_path / "log").open("w+"))
+        process = subprocess.Popen(
+            ["entrypoint.sh", *arguments],
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+        )
+        stack.callback(process.kill)
+
+        def status(port: str, path: str) -> int:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            try:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{ports[port]}{path}", timeout=30
+                ) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+            except OSError:
+                return 0
+
+        startup = probes["startup"]["httpGet"]
+        wait_until(lambda: status(startup["port"], startup["path"]) == 200)
+        readiness = probes["readiness"]["httpGet"]
+        assert status(readiness["port"], readiness["path"]) == 200
+        with socket.create_connection(
+            ("127.0.0.1", ports[probes["liveness"]["tcpSocket"]["port"]])
+        ):
+            pass
+        (endpoint,) = only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
+        path = endpoint.get("path", "/metrics")
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[endpoint['port']]}{path}") as answer:
+            names = {
+                line.split("{")[0].split(" ")[0] for line in answer.read().decode().splitlines()
+            }
+        assert wanted <= names
+        assert status("http", path) == 404
+        body = {
+            "model": "tinyllama",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 3,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{ports['http']}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        process.terminate()
+        assert process.wait(60) == 0
+        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert any("core_wait_s" in line["message"] and "300" in line["message"] for line in lines)
+
+
+def hpa(example: str) -> dict[str, Any]:
+    return only(rendered(example), "HorizontalPodAutoscaler")
+
+
+def test_the_compile_job_compiles_once(programs, tmp_path, moto, bucket):
+    """Its script, here with the cpu backend: again only where the output in S3 is not whole."""
+    manifests = rendered("inf2-xlarge")
+    (job,) = (one for one in manifests if one["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (files,) = (one["data"] for one in manifests if one["kind"] == "ConfigMap" and annotations(one))
+    given = yaml.safe_load(EXAMPLES["inf2-xlarge"].read_text())["models"]["llama-3-8b"]
+    for name, place in (("compile", given["model"]), ("serve", given["compiled"])):
+        assert f"option.model_id={place}\n" in f"{files[f'{name}.properties']}\n"
+    assert variables(container)["COMPILED"] == given["compiled"]
+    for name, text in files.items():
+        model = TINY if name == "compile.properties" else "s3://models/tiny"
+        changed = re.sub("(?m)^option.model_id=.*$", f"option.model_id={model}", text)
+        (tmp_path / name).write_text(changed.replace("n_positions=4096", "n_positions=256"))
+    environ = {
+        **programs,
+        **variables(container),
+        **KEYS,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{moto}",
+        "COMPILED": "s3://models/tiny",
+        "OPTION_MODEL_LOADER": "cpu",
+    }
+    command = [
+        *container["command"],
+        container["args"][0].replace("/etc/djl-neuronx", str(tmp_path)),
+    ]
+
+    def run() -> tuple[bool, str]:
+        """Whether it compiled, and what it wrote."""
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        text = ran.stdout + ran.stderr
+        assert ran.returncode == 0, text
+        return "nothing to compile" not in ran.stdout, text
+
+    def manifest() -> dict[str, Any]:
+        return json.load(bucket.get_object(Bucket="models", Key="tiny/manifest.json")["Body"])
+
+    assert run()[0]
+    whole = manifest()
+    assert not run()[0]
+    killed = json.dumps(
+        unfinished(whole["files"])
+    ).encode()  # what an upload leaves that was killed
+    bucket.put_object(Bucket="models", Key="tiny/manifest.json", Body=killed)
+    assert run()[0]
+    assert manifest()["files"].keys() == whole["files"].keys()
+    bucket.delete_object(Bucket="models", Key="tiny/manifest.json")
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ran.returncode != 0, "a model that is no output of this package would be replaced"
+    assert "s3://models/tiny" in ran.stderr
+
+
+BASE = EXAMPLES["inf2-xlarge"] if EXAMPLES else None
+MODEL = '{"model": "s3://b/m", "options": {"tensor_parallel_degree": 2%s}}'
+REFUSED = {
+    "a typo at the top": ("instancetype=1", "instancetype"),
+    "a typo in a model": (
+        'models={"a": {"modle": "s3://b/m", "options": {"tensor_parallel_degree": 1}}}',
+        "modle",
+    ),
+    "no model": ("models={}", "models"),
+    "no degree": ('models={"a": {"model": "s3://b/m", "options": {}}}', "tensor_parallel_degree"),
+    "the largest degree": (
+        'models.llama-3-8b.options.tensor_parallel_degree="max"',
+        "tensor_parallel_degree",
+    ),
+    "as many copies as fit": ('models.llama-3-8b.options.replicas="max"', "replicas"),
+    "no place of a model": ('models.llama-3-8b.model="llama"', "model"),
+    "a compiled model on the hub": ('models.llama-3-8b.compiled="a/b"', "compiled"),
+    "a name with capitals": (f'models={{"Llama": {MODEL % ""}}}', "Llama"),
+    "an option with the prefix": (
+        'models.llama-3-8b.options={"tensor_parallel_degree": 1, "option.dtype": "bf16"}',
+        "option.dtype",
+    ),
+    "the model as an option": ('models.llama-3-8b.options.model_id="s3://b/m"', "model_id"),
+    "the wait as an option": ("models.llama-3-8b.options.core_wait_s=9", "core_wait_s"),
+    "an option of two lines": ('models.llama-3-8b.options.chat_template="a\\nb"', "chat_template"),
+    "an unknown instance type": ('instanceType="inf2.2xlarge"', "instanceType"),
+    "an unknown resource": ('resource="neurondevice"', "resource"),
+    "an option among the variables": ('env={"OPTION_DTYPE": "bf16"}', "OPTION_DTYPE"),
+    "a token among the variables": ('env={"HF_TOKEN": "hf_x"}', "HF_TOKEN"),
+    "AWS's keys among the variables": (
+        'env={"AWS_SECRET_ACCESS_KEY": "x"}',
+        "AWS_SECRET_ACCESS_KEY",
+    ),
+    "a key in place of a secret": ('secrets.apiKeys="k"', "apiKeys"),
+    "a secret without its key": ('secrets.apiKeys={"name": "a"}', "key"),
+    "the port of metrics": ("serverOptions.admin_port=9001", "admin_port"),
+    "no wait for endpoints": ("seconds.endpoints=0", "endpoints"),
+    "a load of no time": ("seconds.load=0", "load"),
+    "memory as a number": ("memory=14", "memory"),
+    "no replica": ("replicas=0", "replicas"),
+    "an unknown scaler": ('autoscaling.by="vpa"', "by"),
+    "a policy for everybody by accident": ("networkPolicy.clients=[]", "clients"),
+    "a pool of nodes without a role": ("karpenter.enabled=true", "role"),
+    "a pool without a picker": ("inferencePool.enabled=true", "name"),
+    "no image": ('image.repository=""', "repository"),
+    "half a digest": ('image.digest="sha256:1"', "digest"),
+}
+"""Settings that the schema refuses, to the name in its message."""
+CONTRADICTIONS = {
+    (
+        "models.llama-3-8b.options.replicas=2",
+    ): "take 4 NeuronCores .*llama-3-8b: 2 x 2.* inf2.xlarge has 2: lower",
+    ("models.llama-3-8b.options.draft_model_tp_size=4",): "take 4 NeuronCores",
+    ("models.llama-3-8b.options.pipeline_parallel_degree=2",): "take 4 NeuronCores",
+    (
+        'instanceType="inf2.24xlarge"',
+        "models.llama-3-8b.options.replicas=2",
+    ): "2 of the 6 devices .*set schedulerName",
+    (
+        'instanceType="trn1.32xlarge"',
+        "models.llama-3-8b.options.replicas=3",
+    ): "3 devices .*1, 4, 8 or all",
+    ('autoscaling={"by": "hpa", "minReplicas": 0}',): "an HPA keeps one pod",
+    ('autoscaling={"by": "keda", "minReplicas": 0}',): "set autoscaling.wake.query",
+    ('autoscaling={"by": "keda", "minReplicas": 5}',): "above autoscaling.maxReplicas",
+    (*POOL, 'secrets={"apiKeys": {"name": "a", "key": "b"}}'): "without a key",
+    (
+        *POOL,
+        f"models.b={MODEL % ''}",
+        'instanceType="inf2.24xlarge"',
+        'schedulerName="my-scheduler"',
+    ): "one series",
+    ('models.llama-3-8b.model="/models/a"',): "set modelsClaim",
+}
+"""Settings that contradict each other, to the message."""
+
+
+def test_bad_values_are_refused():
+    wrong = []
+    for what, (setting, name) in REFUSED.items():
+        ran = template(BASE, setting)
+        if ran.returncode == 0 or "schema" not in ran.stderr or name not in ran.stderr:
+            wrong.append((what, ran.returncode, ran.stderr))
+    for several, message in CONTRADICTIONS.items():
+        ran = template(BASE, *several)
+        if ran.returncode == 0 or not re.search(message, ran.stderr):
+            wrong.append((several, ran.returncode, ran.stderr))
+    assert not wrong
+
+
+def test_options_reach_the_server_as_they_are(tmp_path):
+    """Text, numbers, lists and objects through values, the properties file and the package's reader of it."""
+    given = {
+        "tensor_parallel_degree": 2,
+        "max_body_bytes": 62914560,
+        "text_timeout": 2.5,
+        "trust_remote_code": False,
+        "context_length_estimate": [256, 4096],
+        "chat_template_kwargs": {"a\\b": 'c"d', "deep": {"on": True}},
+        "model_name": "a, b\\c",
+    }
+    manifests = rendered("inf2-xlarge", f"models.llama-3-8b.options={json.dumps(given)}")
+    (text,) = settings(manifests).values()
+    found = {s.name: s.value for s in parse_properties(text.encode(), "values")}
+    for name, value in given.items():
+        assert found[name] == value if isinstance(value, str) else json.loads(found[name]) == value
+    read = Problems()
+    options = read_settings(None, tmp_path, {}, read, content=text.encode(), file="values").options
+    read.raise_errors()
+    assert options.chat_template_kwargs == given["chat_template_kwargs"]
+    assert options.max_body_bytes == given["max_body_bytes"]
