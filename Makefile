@@ -28,10 +28,12 @@ INSTALLED := $(VENV)/.installed-$(SETTINGS)
 # What works on the package from outside, in an environment of its own: none of it is installed beside the package.
 TOOLS := .venv-tools
 TOOLS_INSTALLED := $(TOOLS)/.installed
+# Renders the chart in deploy/helm; Go builds it.
+HELM := v3.22.0
 # Draws the diagrams of the site in a browser.
 MERMAID := mermaid-11.16.0
 
-.PHONY: help install serve test mutants lint format docs site dist audit clean always
+.PHONY: help install serve test mutants lint format docs site chart dist audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -88,6 +90,15 @@ site: $(TOOLS_INSTALLED) $(TOOLS)/$(MERMAID).js ## the handbook in site/; a brok
 $(TOOLS)/$(MERMAID).js: $(TOOLS_INSTALLED)
 	if command -v npm > /dev/null; then cd $(TOOLS) && npm pack --silent mermaid@$(MERMAID:mermaid-%=%) && \
 		tar -xzOf $(MERMAID).tgz package/dist/mermaid.min.js > $(MERMAID).js && rm $(MERMAID).tgz; fi
+
+chart: $(INSTALLED) $(TOOLS)/bin/helm ## the Helm chart: lint, render, validate (needs Go)
+	CHART_TOOLS=$(abspath $(TOOLS)) $(BIN)/python -m pytest tests/deploy/test_chart.py $(ARGS)
+
+# kubernetes-validate has Kubernetes' schemas in it: what kubeconform fetches from a public server.
+$(TOOLS)/bin/helm: $(TOOLS_INSTALLED)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate==1.37.0
+	GOBIN=$(abspath $(TOOLS)/bin) go install -trimpath -ldflags='-s -w' helm.sh/helm/v3/cmd/helm@$(HELM)
+	@touch $@
 
 $(TOOLS_INSTALLED): Makefile
 	$(PYTHON) -m venv $(TOOLS)

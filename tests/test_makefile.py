@@ -94,8 +94,8 @@ def test_ci_upgrades_and_takes_an_old_python_for_the_old_versions(run, program):
     assert len(left_out) > 5
     assert all([*ROOT.glob(name)] for name in left_out)
     assert "CONSTRAINTS=constraints/sdk-2.31.txt EXTRAS=server,dev" in made[3]
-    assert [line.split()[1] for line in made[4:]] == ["site", "dist", "test", "audit"]
-    assert made[6].endswith("tests/container python-x")
+    assert [line.split()[1] for line in made[4:]] == ["site", "chart", "dist", "test", "audit"]
+    assert made[7].endswith("tests/container python-x")
     (replayed,) = [line.split()[-1] for line in lines if "replay.py build cpu" in line]
     (answers,) = [line for line in lines if "known_answers.py http://127.0.0.1:18081" in line]
     assert answers.endswith(f" {replayed}/run")
