@@ -551,7 +551,7 @@ def test_the_compile_job_compiles_once(programs, tmp_path, moto, bucket):
     ]
 
     def run() -> tuple[bool, str]:
-        """Whether it compiled, and what it wrote."""
+        """True if it compiled, and its output."""
         ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         text = ran.stdout + ran.stderr
         assert ran.returncode == 0, text
