@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
 from djl_python_neuronx.protocol.openai_completions import CompletionParameters
@@ -148,6 +149,15 @@ def test_the_life_of_an_option_has_at_most_12_files() -> None:
     life = text.partition("## Life of an option\n")[2].partition("\n## ")[0]
     steps = re.findall(r"^\d+\. `([\w/]+\.py)`", life, re.MULTILINE)
     assert 8 <= len(steps) <= 12
+
+
+def test_the_page_on_performance_names_metrics_and_options() -> None:
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    rows = text.partition("\n| you see |")[2].partition("\n\n")[0]
+    named = {*re.findall(r"`([a-z_]+)`", rows), *re.findall(r"options\.md#(\w+)", text)}
+    assert len(named) > 20
+    others = {"tnx", "sampling_with_numpy"}  # a backend, an event of the log
+    assert named - others <= {*METRICS, *ServingOptions.model_fields}
 
 
 TGI_METRICS = """
