@@ -60,7 +60,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -313,18 +313,13 @@ def compare(
     }
 
 
-def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
-    """A row for each setting, on the rig."""
-    rig = RIGS[options.backend]
-    step_ms = options.step_ms or EXEC_MS
-    most_steps = options.seconds / step_ms * 1e3
-    length = FIRST_LENGTH * (2 + int((PROMPT_LEN + WARM_STEPS + most_steps) / FIRST_LENGTH))
-    save_model(work / "model", length)
+def rig_environ(rig: Rig, work: Path, step_ms: float) -> dict[str, str]:
+    """Return the variables of processes on a rig, whose programs take at least `step_ms`; they share `work`."""
     seen = work / "bin" / "neuron-ls"
     seen.parent.mkdir()
     seen.write_text(NEURON_LS)
     seen.chmod(0o755)
-    environ = {
+    return {
         "PATH": f"{seen.parent}:{os.environ['PATH']}",
         rig.exec_variable: str(step_ms),
         "NEURON_RT_NUM_CORES": "1",
@@ -335,15 +330,48 @@ def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]
         "NEURON_EMU_LOG_LEVEL": "WARNING",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    lengths = [str(FIRST_LENGTH), str(length)]
-    common = {
-        "model_loader": options.backend,
+
+
+def rig_options(backend: str, lengths: Sequence[str]) -> dict[str, object]:
+    """Return the options that serve the model of `save_model` on a rig."""
+    return {
+        "model_loader": backend,
         "tensor_parallel_degree": 1,
         "dtype": "fp32",
         "n_positions": ",".join(lengths),
         "context_length_estimate": PROMPT_LEN,
         "max_rolling_batch_size": ROWS,
     }
+
+
+def wait_bare(bare: subprocess.Popen[str]) -> None:
+    """Return when a bare loop has its model."""
+    assert bare.stdout is not None
+    while (line := bare.stdout.readline()) != "ready\n":
+        if not line:
+            sys.exit("the bare loop could not load the model; its messages are above")
+
+
+def require(rig: Rig) -> None:
+    """End this process unless a rig can be imported."""
+    missing = [name for name in rig.modules if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"{' and '.join(missing)} cannot be imported; expected {rig.library} and its CPU rig on PYTHONPATH. "
+            f"Set PYTHONPATH=<rig>:{rig.path}"
+        )
+
+
+def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """A row for each setting, on the rig."""
+    rig = RIGS[options.backend]
+    step_ms = options.step_ms or EXEC_MS
+    most_steps = options.seconds / step_ms * 1e3
+    length = FIRST_LENGTH * (2 + int((PROMPT_LEN + WARM_STEPS + most_steps) / FIRST_LENGTH))
+    save_model(work / "model", length)
+    environ = rig_environ(rig, work, step_ms)
+    lengths = [str(FIRST_LENGTH), str(length)]
+    common = rig_options(options.backend, lengths)
     shapes = [str(number) for number in (ROWS, PROMPT_LEN, WARM_STEPS)]
     # Rows whose servers have the same options share them, and the bare loop.
     for _, group in itertools.groupby(options.settings, lambda name: rig.settings[name]):
@@ -357,10 +385,7 @@ def rig_rows(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]
         apart = {"BASE_COMPILE_WORK_DIR": f"{work / 'bare'}/"}
         with process(bare_loop, environ | apart) as bare, process(serve, environ) as server:
             sleep_device.wait_ready(server, port)
-            assert bare.stdout is not None
-            while (line := bare.stdout.readline()) != "ready\n":
-                if not line:
-                    sys.exit("the bare loop could not load the model; its messages are above")
+            wait_bare(bare)
             for name in names:
                 yield compare(name, bare, port, length, step_ms, options)
 
@@ -512,8 +537,7 @@ def measure_shape(
         bare = stack.enter_context(
             process([script, "bare", str(work / "bare"), str(rows), str(step_ms)])
         )
-        assert bare.stdout is not None
-        bare.stdout.readline()
+        wait_bare(bare)
         bare_us: list[list[float]] = []
         cases = list(itertools.product(options.settings, doors, options.formats))
         runs: dict[Any, list[tuple[float, float, float]]] = {case: [] for case in cases}
@@ -603,12 +627,8 @@ def main() -> int:
     options.settings = options.settings or [*known]
     if unknown := set(options.settings) - known.keys():
         parser.error(f"--settings {' '.join(unknown)}: expected {', '.join(known)}")
-    missing = [name for name in rig.modules if importlib.util.find_spec(name) is None]
-    if missing and not on_sleep:
-        sys.exit(
-            f"{' and '.join(missing)} cannot be imported; expected {rig.library} and its CPU rig on PYTHONPATH. "
-            f"Set PYTHONPATH=<rig>:{rig.path}"
-        )
+    if not on_sleep:
+        require(rig)
     with tempfile.TemporaryDirectory() as work:
         rows = (sleep_rows if on_sleep else rig_rows)(options, Path(work))
         sleep_device.print_rows(rows, as_json=options.json)

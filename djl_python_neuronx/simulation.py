@@ -2,7 +2,7 @@
 
 Scheduler, batches, slots and sequences are those that serve; each step takes the device as long as `StepTimes` has it
 for the graph that the engine chose, and the host a constant. So times follow from shapes and arrivals alone, in a small
-part of them: some ten thousand steps a second.
+part of them: some 40,000 steps a second.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,17 +26,8 @@ from djl_python_neuronx.engine.runner import Graph
 from djl_python_neuronx.planning.arguments import graph_lengths
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.plan import graphs
+from djl_python_neuronx.planning.step_times import StepTimes
 from djl_python_neuronx.types import GenerationRequest
-
-
-class StepTimes(Protocol):
-    """Times of a device's steps."""
-
-    def decode_s(self, rows: int, positions: int) -> float:
-        """Seconds of a decode graph with so many rows and cache columns."""
-
-    def prefill_s(self, tokens: int) -> float:
-        """Seconds of a prefill graph of so many tokens."""
 
 
 class Arrival(NamedTuple):

@@ -52,7 +52,7 @@ def _rows(script, *arguments):
         [sys.executable, ROOT / "benchmarks" / script, "--json", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -97,6 +97,36 @@ def test_time_between_tokens_under_a_load():
     for row in (quiet, body):
         assert row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
         assert row["gaps"] > 8
+
+
+def _predicted(arguments):
+    pytest.importorskip("uvicorn", reason="needs the `server` extra")
+    return _rows("predict.py", *arguments.split())
+
+
+def test_a_prediction():
+    given = "--step-ms 3 --requests 5 --output 2 4 --runs 1 --seconds 0.2"
+    run, last = _predicted(given)
+    assert run["decode_ms"] >= 3
+    assert min(run["prefill_ms"]) >= 4.5
+    assert (
+        run["off"]
+        == last["off"]
+        == pytest.approx(run["simulated"] / run["tokens_per_s"] - 1, abs=0.01)
+    )
+
+
+@pytest.mark.nightly
+def test_a_prediction_of_the_sleeping_device_is_right():
+    *_, last = _predicted("--runs 3")
+    assert last["met"], last
+
+
+@pytest.mark.nightly
+@pytest.mark.tnx
+def test_a_prediction_of_transformers_neuronx_on_its_rig_is_right():
+    *_, last = _predicted("--device rig --runs 3")
+    assert last["met"], last
 
 
 def _several(arguments):
