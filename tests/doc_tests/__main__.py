@@ -1,0 +1,67 @@
+"""`python -m tests.doc_tests [--jobs N] [PAGE...]`: run the blocks of pages, of all unless some are named.
+
+It prints each block that fails or is left out, and the share that was run; exit status 1 if a block failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from tests.doc_tests.blocks import NEEDS, ROOT, blocks, pages
+
+PAGE_S = 300
+UNSHARE = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def run(page: str) -> list[dict[str, str]]:
+    """The results of a page's blocks."""
+    if not any(blocks(page, (ROOT / page).read_text(encoding="utf-8"))):
+        return []
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    command = [*UNSHARE, *user, sys.executable, "-m", "tests.doc_tests.page", page]
+    try:
+        ran = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=PAGE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [{"place": page, "verdict": "failed", "why": f"not done after {PAGE_S} s"}]
+    results = [json.loads(line) for line in ran.stdout.splitlines()]
+    if ran.returncode:
+        results.append({"place": page, "verdict": "failed", "why": ran.stderr})
+    return results
+
+
+def main(chosen: list[str], jobs: int) -> int:
+    names = [Path(name).resolve().relative_to(ROOT).as_posix() for name in chosen] or pages()
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    with ThreadPoolExecutor(jobs) as executor:
+        for results in executor.map(run, names):
+            for result in results:
+                counts[result["verdict"]] += 1
+                if result["verdict"] == "left out":
+                    reasons[result["why"]] += 1
+                seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
+                print(f"{result['verdict']:<8} {result['place']}{seconds}: {result['why'] or ''}")
+    total = sum(counts.values())
+    print(f"{counts['passed']} of {total} blocks passed, {counts['failed']} failed, "
+          f"{counts['left out']} left out ({counts['passed'] / max(total, 1):.0%} run); needs:")
+    for why, number in reasons.most_common():
+        print(f"  {number:3} {why}")
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.doc_tests", description=__doc__)
+    parser.add_argument("pages", nargs="*", metavar="PAGE")
+    parser.add_argument("--jobs", type=int, default=2, help="pages at a time (default %(default)s)")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.pages, arguments.jobs))
