@@ -33,7 +33,7 @@ HELM := v3.22.0
 # Draws the diagrams of the site in a browser.
 MERMAID := mermaid-11.16.0
 
-.PHONY: help install serve test mutants lint format docs site chart dist audit clean always
+.PHONY: help install serve test doctest mutants lint format docs site chart dist audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -55,6 +55,9 @@ serve: $(INSTALLED) ## the example model on port 8080 (MODEL=folder PORT=number)
 
 test: $(INSTALLED) ## all tests (ARGS="-k name", JOBS=0 for one process)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+doctest: $(INSTALLED) ## the commands of the docs (ARGS=docs/check.md for one page)
+	$(BIN)/python -m tests.doc_tests $(ARGS)
 
 mutants: $(INSTALLED) ## one-line changes that no test notices (ARGS="--seed 1 --count 60")
 	rm -f $(VENV)/mutants.json

@@ -12,10 +12,9 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
-from tests.doc_tests.blocks import NEEDS, ROOT, blocks, pages
+from tests.doc_tests.blocks import COMMANDS, ROOT, blocks, pages
 
 PAGE_S = 300
 UNSHARE = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -32,31 +31,40 @@ def run(page: str) -> list[dict[str, str]]:
             command, cwd=ROOT, capture_output=True, text=True, timeout=PAGE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return [{"place": page, "verdict": "failed", "why": f"not done after {PAGE_S} s"}]
+        return [_failed(page, f"not done after {PAGE_S} s")]
     results = [json.loads(line) for line in ran.stdout.splitlines()]
     if ran.returncode:
-        results.append({"place": page, "verdict": "failed", "why": ran.stderr})
+        results.append(_failed(page, ran.stderr))
     return results
 
 
+def _failed(page: str, why: str) -> dict[str, str]:
+    return {"place": page, "kind": "sh", "verdict": "failed", "why": why, "seconds": "-"}
+
+
 def main(chosen: list[str], jobs: int) -> int:
-    names = [Path(name).resolve().relative_to(ROOT).as_posix() for name in chosen] or pages()
+    names = [os.path.relpath(Path(name).resolve(), ROOT) for name in chosen] or pages()
+    data: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     with ThreadPoolExecutor(jobs) as executor:
         for results in executor.map(run, names):
             for result in results:
-                counts[result["verdict"]] += 1
-                if result["verdict"] == "left out":
+                has_commands = result["kind"] in COMMANDS
+                (counts if has_commands else data)[result["verdict"]] += 1
+                if has_commands and result["verdict"] in ("left out", "planned"):
                     reasons[result["why"]] += 1
-                seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
-                print(f"{result['verdict']:<8} {result['place']}{seconds}: {result['why'] or ''}")
+                why = result["why"] or ""
+                print(f"{result['verdict']:<8} {result['place']} ({result['seconds']} s): {why}")
     total = sum(counts.values())
-    print(f"{counts['passed']} of {total} blocks passed, {counts['failed']} failed, "
-          f"{counts['left out']} left out ({counts['passed'] / max(total, 1):.0%} run); needs:")
+    print(
+        f"{counts['passed']} of {total} blocks of commands were run ({counts['passed'] / max(total, 1):.0%}), "
+        f"{counts['failed']} failed, {counts['planned']} were checked for an instance with a device, "
+        f"{counts['left out']} were left out; {data['passed']} of {sum(data.values())} blocks of data are valid.",
+    )
     for why, number in reasons.most_common():
-        print(f"  {number:3} {why}")
-    return 1 if counts["failed"] else 0
+        print(f"  {number:3} need {why}")
+    return 1 if counts["failed"] or data["failed"] else 0
 
 
 if __name__ == "__main__":

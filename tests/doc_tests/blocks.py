@@ -25,7 +25,8 @@ except ImportError:
 
 ROOT = Path(__file__).parents[2]
 SHELLS = ("sh", "bash", "shell", "console")
-CHECKED = (*SHELLS, "python", "json", "yaml", "toml", "properties")
+COMMANDS = (*SHELLS, "python")
+CHECKED = (*COMMANDS, "json", "yaml", "toml", "properties")
 """Kinds of blocks that are counted; others, such as `text` and `mermaid`, show no input."""
 
 NEEDS = {
@@ -39,9 +40,24 @@ NEEDS = {
     "context": "the rest of a file, of which the block is a part",
 }
 """Words of a mark → what this machine never has."""
-PROGRAMS = {"docker": ("docker",), "aws": ("aws", "eksctl"), "cluster": ("kubectl", "helm")}
+PROGRAMS = {
+    "device": ("djl-neuronx",),
+    "docker": ("docker",),
+    "aws": ("aws", "eksctl"),
+    "cluster": ("kubectl", "helm"),
+}
 """Words of a mark that replace only these programs in the block; other words leave out all of it."""
-OPTIONAL = ("claude", "codex", "guidellm", "helm", "kubeconform", "mkdocs", "ray", "vllm")
+OPTIONAL = (
+    "anthropic",
+    "claude",
+    "djl_python",
+    "guidellm",
+    "helm",
+    "kubeconform",
+    "mkdocs",
+    "ray",
+    "vllm",
+)
 """Programs and packages that may be words of a mark: the block is run where one is installed."""
 TRIVIAL = ("cd", "export", "echo", "set")
 """Commands that need no run where nothing else of a block runs."""
@@ -79,13 +95,20 @@ class Block:
         """True unless the mark leaves all of it out."""
         if not {*self.missing} <= PROGRAMS.keys():
             return False
-        return not self.replaced or not {*commands(self.text)} <= {*self.replaced, *TRIVIAL}
+        replaced = {*self.replaced} - {*PROGRAMS["device"]}
+        return not replaced or not {*commands(self.text)} <= {*replaced, *TRIVIAL}
 
 
 def pages() -> list[str]:
     """The pages whose blocks are counted, relative to the repository."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for pattern in ("docs/*.md", "docker/*.md", "benchmarks/*.md", "configs/*.md", "deploy/**/*.md"):
+    for pattern in (
+        "docs/*.md",
+        "docker/*.md",
+        "benchmarks/*.md",
+        "configs/*.md",
+        "deploy/**/*.md",
+    ):
         found += sorted(ROOT.glob(pattern))
     return [path.relative_to(ROOT).as_posix() for path in found]
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.doc_tests.blocks import ROOT
+from tests.doc_tests.stand_ins import PROGRAMS, ROOT
 from tests.doubles.hub import FILES as WEIGHTS
 from tests.doubles.hub import Hub
 
@@ -46,8 +46,6 @@ BUCKETS = r"s3://[\w.-]+/[\w./-]+"
 """URIs that a page names: each has the configuration of Llama 3 8B."""
 WHEEL = "djl_python_neuronx-0.1.0-py3-none-any.whl"
 """What `make dist` makes: a name alone, because `pip` only looks at it."""
-PROGRAMS = Path("/usr/local/lib/doc-tests")
-"""Programs that come first on the path; `stand_ins` has what they do."""
 
 _NO_COPY = ("/proc", "/sys", "/dev")
 
@@ -135,12 +133,14 @@ def _hub() -> str:
 
 
 def _s3(uris: list[str]) -> dict[str, str]:
-    """Start moto, which takes newer instance types than it knows; variables that lead to it."""
+    """Start moto, with what it lacks: newer instance types, updates of endpoints; variables that lead to it."""
     import boto3
     from moto.sagemaker.models import FakeEndpointConfig
+    from moto.sagemaker.responses import SageMakerResponse
     from moto.server import ThreadedMotoServer
 
     FakeEndpointConfig.validate_instance_type = lambda *_: None
+    SageMakerResponse.update_endpoint = lambda _: "{}"
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     environ = {

@@ -40,7 +40,7 @@ What it starts in the background is waited for: a server's command ends as soon 
 """
 
 
-class Failure(Exception):
+class BlockError(Exception):
     """A block that fails; the message has its output."""
 
 
@@ -58,13 +58,19 @@ def main(page: str) -> None:
         else:
             try:
                 run(block, environ)
-            except Failure as failure:
+                if "device" in block.missing:
+                    verdict, why = "planned", "device"
+            except BlockError as failure:
                 verdict, why = "failed", str(failure)
         line = {"place": block.place, "kind": block.kind, "verdict": verdict, "why": why}
-        print(json.dumps({**line, "seconds": round(time.monotonic() - began, 1)}), flush=True)
+        line["seconds"] = round(time.monotonic() - began, 1)
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
 
 
 def run(block: Block, environ: dict[str, str]) -> None:
+    if "device" in block.missing:
+        environ = {**environ, stand_ins.NO_DEVICE: "1"}
     for name in block.replaced:
         machine.write_stand_in(name)
     if block.kind in (*SHELLS, "python"):
@@ -93,18 +99,21 @@ def shell(text: str, environ: dict[str, str]) -> str:
 def execute(command: list[str], environ: dict[str, str]) -> str:
     """The standard output; files, because a server that goes on would keep a pipe open."""
     with Path("/run/doc-out").open("w+b") as out, Path("/run/doc-err").open("w+b") as err:
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        ) as process:
-            try:
-                status = process.wait(BLOCK_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = f"none after {BLOCK_S:.0f} s"
+        where = {
+            "cwd": ROOT,
+            "env": environ,
+            "stdin": subprocess.DEVNULL,
+            "stdout": out,
+            "stderr": err,
+        }
+        try:
+            status = subprocess.run(command, timeout=BLOCK_S, check=False, **where).returncode
+        except subprocess.TimeoutExpired:
+            status = f"none after {BLOCK_S:.0f} s"
     said = Path("/run/doc-out").read_text(encoding="utf-8", errors="replace")
     if status:
         errors = Path("/run/doc-err").read_text(encoding="utf-8", errors="replace")
-        raise Failure(f"exit status {status}\n{said[-3000:]}{errors[-3000:]}")
+        raise BlockError(f"exit status {status}\n{said[-3000:]}{errors[-3000:]}")
     return said
 
 
@@ -129,10 +138,9 @@ def compare(command: str, wanted: str, found: str) -> None:
         parts = re.split(r"\.\.\.|…", wanted.rstrip())
         same = re.fullmatch(".*".join(map(re.escape, parts)), found.rstrip(), re.DOTALL)
     if wanted and not same:
-        raise Failure(f"{command}expected\n{wanted}found\n{found}")
+        raise BlockError(f"{command}expected\n{wanted}found\n{found}")
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    sys.stdout.flush()
     os._exit(0)  # servers of this process are threads

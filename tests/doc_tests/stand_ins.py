@@ -1,6 +1,7 @@
-"""Programs of the docs that do not what they do elsewhere, or not at once: `python -m tests.doc_tests.stand_ins NAME ...`.
+"""Programs of the docs that do not do here what they do elsewhere: `python -m tests.doc_tests.stand_ins NAME ...`.
 
-A server goes on in the background as soon as it is ready. pip and venv install nothing: pip looks whether the files
+A server goes on in the background as soon as it is ready. A command that needs a device is `check` with its settings,
+for a machine that has one. pip and venv install nothing: pip looks whether the files
 and the extras exist. make runs targets that install nothing, and of others prints the commands. curl fails if the
 answer is an error. Any other name is a program that this machine lacks: it does nothing.
 """
@@ -17,21 +18,29 @@ import time
 import urllib.request
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-from tests.doc_tests.blocks import ROOT, tomllib
-from tests.doc_tests.machine import PROGRAMS
 from tests.processes import alive, wait_gone
 
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path("/usr/local/lib/doc-tests")
+"""Programs that come first on the path."""
 SERVERS = Path("/run/doc-servers")
+"""The id of the process that serves at a port, and its log."""
 READY_S = 60.0
+NO_DEVICE = "DOC_TESTS_NO_DEVICE"
+"""Set in blocks whose mark needs a device."""
+DEVICE_COMMANDS = ("serve", "compile", "verify")
+NOT_OF_CHECK = ("--output", "--weights", "--layers", "--checkpoint", "--overwrite", "--quick")
+"""Flags that `check` has not; the first four take a value."""
+INSTANCE = "inf2.48xlarge"
 
 
 def main(name: str, arguments: list[str]) -> int:
     match name:
         case "djl-neuronx":
             command = [sys.executable, "-m", "djl_python_neuronx", *arguments]
-            if arguments[:1] == ["serve"] and "--help" not in arguments:
+            if NO_DEVICE in os.environ and arguments[:1] and arguments[0] in DEVICE_COMMANDS:
+                command = [*command[:3], *planned(arguments)]
+            elif arguments[:1] == ["serve"] and "--help" not in arguments:
                 return serve(port_of(arguments), command)
             os.execv(sys.executable, command)
         case "python" | "python3" | "python3.10":
@@ -51,6 +60,19 @@ def real(name: str, *arguments: str) -> int:
     """Become the program of this name that comes next on the path."""
     path = os.pathsep.join(part for part in os.get_exec_path() if part != str(PROGRAMS))
     os.execv(shutil.which(name, path=path) or name, [name, *arguments])
+
+
+def planned(arguments: list[str]) -> list[str]:
+    """The arguments of `check` for those of a command that needs a device."""
+    kept = ["check"]
+    left = iter(arguments[1:])
+    for word in left:
+        name, is_joined, _ = word.partition("=")
+        if name not in NOT_OF_CHECK:
+            kept.append(word)
+        elif name in NOT_OF_CHECK[:4] and not is_joined:
+            next(left)
+    return kept if "--instance" in kept else [*kept, "--instance", INSTANCE]
 
 
 def port_of(arguments: list[str]) -> int:
@@ -73,14 +95,19 @@ def serve(port: int, command: list[str]) -> int:
     record.write_text(str(server.pid))
     deadline_s = time.monotonic() + READY_S
     while server.poll() is None and time.monotonic() < deadline_s:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
+        if _answers(f"http://127.0.0.1:{port}/ping"):
             return 0
+        time.sleep(0.1)
     sys.stderr.write(f"{log.read_text()}not ready (exit status {server.poll()})\n")
     return 1
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def python(arguments: list[str]) -> int:
@@ -94,11 +121,18 @@ def python(arguments: list[str]) -> int:
             return 0
         case ["-m", "pip", *rest]:
             return pip(rest)
-    os.execv(sys.executable, [sys.executable, *arguments])
+    return os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def pip(arguments: list[str]) -> int:
     """Look at what an installation names: files, requirements, and the extras of this package."""
+    from packaging.requirements import Requirement
+
+    try:
+        import tomllib
+    except ImportError:
+        import tomli as tomllib
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     if arguments[:1] != ["install"]:
         sys.stderr.write(f"pip {' '.join(arguments)}: only `install` is known here\n")
@@ -107,7 +141,11 @@ def pip(arguments: list[str]) -> int:
     for word in left:
         if word in ("-c", "-r"):
             Path(next(left)).read_bytes()
-        elif word.startswith("-") and "=" not in word and word not in ("-e", "-U", "--upgrade", "-q", "--quiet"):
+        elif (
+            word.startswith("-")
+            and "=" not in word
+            and word not in ("-e", "-U", "--upgrade", "-q", "--quiet")
+        ):
             next(left)
         elif not word.startswith("-"):
             path, bracket, extras = word.partition("[")
