@@ -104,7 +104,7 @@ def furnish(text: str) -> dict[str, str]:
         "OPENAI_API_KEY": "none",
     }
     for folder in re.findall(FOLDERS, text):
-        _write_model(Path(folder.rstrip(".")))
+        write_model(Path(folder.rstrip(".")))
     for name, content in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(content)
@@ -115,7 +115,7 @@ def furnish(text: str) -> dict[str, str]:
     return environ
 
 
-def _write_model(folder: Path) -> None:
+def write_model(folder: Path) -> None:
     shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = NUM_POSITIONS

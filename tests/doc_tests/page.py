@@ -85,10 +85,13 @@ def run(block: Block, environ: dict[str, str]) -> None:
 
 
 def _serve_the_example(text: str, environ: dict[str, str]) -> None:
-    """Serve it for a block that expects a server, unless one of the page's commands has started one."""
+    """Serve it, by the name that a request of the block has, unless a command of the page has started a server."""
     there = (stand_ins.SERVERS / "8080").exists() or re.search(r"\bserve\b", text)
     if re.search(r"(localhost|127\.0\.0\.1):8080", text) and not there:
-        shell(f"djl-neuronx serve {machine.EXAMPLE}", environ)
+        named = re.search(r"""model["']?[:=] ?["']([\w.-]+)["']""", text)
+        folder = Path("/models", named[1] if named else machine.EXAMPLE.name)
+        machine.write_model(folder)
+        shell(f"djl-neuronx serve {folder}", environ)
 
 
 def shell(text: str, environ: dict[str, str]) -> str:
@@ -127,7 +130,8 @@ def sessions(text: str) -> list[tuple[str, str]]:
 
 
 def compare(command: str, wanted: str, found: str) -> None:
-    """Compare an output with the one that is shown, in which `...` or `…` stands for any text.
+    """Compare an output with the one that is shown, in which `...` or `…` stands for any text, and all white space
+    is equal.
 
     Lines of JSON, which the docs may wrap behind a blank, are compared as `rounded` leaves them.
     """
@@ -135,8 +139,8 @@ def compare(command: str, wanted: str, found: str) -> None:
         lines = [rounded(json.loads(line)) for line in wanted.replace("\n ", "").splitlines()]
         same = lines == [rounded(json.loads(line)) for line in found.splitlines()]
     else:
-        parts = re.split(r"\.\.\.|…", wanted.rstrip())
-        same = re.fullmatch(".*".join(map(re.escape, parts)), found.rstrip(), re.DOTALL)
+        parts = [re.escape(part) for part in re.split(r"\.\.\.|…", " ".join(wanted.split()))]
+        same = re.fullmatch(".*".join(parts), " ".join(found.split()))
     if wanted and not same:
         raise BlockError(f"{command}expected\n{wanted}found\n{found}")
 
