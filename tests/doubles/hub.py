@@ -57,7 +57,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.tokens.append(self.headers.get("Authorization"))
         parts = urlsplit(self.path)
         path = unquote(parts.path)
-        if found := re.fullmatch(r"/api/models/([\w-]+/[\w.-]+)(?:/(revision|tree)/(\w+)/?)?", path):
+        if found := re.fullmatch(
+            r"/api/models/([\w-]+/[\w.-]+)(?:/(revision|tree)/(\w+)/?)?", path
+        ):
             self._api(*found.groups())
         elif found := re.fullmatch(r"/([\w-]+/[\w.-]+)/resolve/(\w+)/(.*)", path):
             self._resolve(*found.groups())
