@@ -45,7 +45,7 @@ HUB_MODELS = {
 BUCKETS = r"s3://[\w.-]+/[\w./-]+"
 """URIs that a page names: each has the configuration of Llama 3 8B."""
 WHEEL = "djl_python_neuronx-0.1.0-py3-none-any.whl"
-"""What `make dist` makes: a name alone, because `pip` only looks at it."""
+"""The wheel of `make dist`: a name alone, because `pip` only looks at it."""
 
 _NO_COPY = ("/proc", "/sys", "/dev")
 
