@@ -34,6 +34,7 @@ Generated from `configs/` by `make docs`, with what `djl-neuronx check` computes
 The models that DJL Serving's Neuron container (LMI) documented and tested, and those that NxD Inference lists as ready
 for production. Each file is a model folder's `serving.properties`, and serves as it is:
 
+<!-- needs: device -->
 ```sh
 djl-neuronx check configs/llama3-8b-inf2.properties --instance inf2.8xlarge
 djl-neuronx serve configs/llama3-8b-inf2.properties                     # on the machine
