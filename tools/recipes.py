@@ -70,9 +70,9 @@ _TAIL = """\
 | Gemma 3 | NxD Inference's class gives wrong answers; [contributed code](nxdi.md#models-outside-the-library) is right |
 | gpt_bigcode-santacoder | it has 2048 positions: starcoder-inf2 with `option.n_positions=2048` and its lengths |
 | Qwen2.5-1.5B | users report that compilers crash on it: `check` names the threads |
-| Phi-3, Gemma 2, Granite 3.1, OLMo 2 … | code that `option.nxdi_model_code` names |
+| Granite 3.1, OLMo 2, SmolLM3, GLM-4 … | contributed code: as in phi3-mini-inf2, with the folder of the model |
 
-Code outside the library is judged by its SHA-256, so a file here could not be checked without it:
+Code that NxD Inference's package lacks is judged by its SHA-256, on the machine that has it:
 [nxdi.md](nxdi.md#models-outside-the-library) has the options, [architectures.md](architectures.md) what is right.
 """
 
@@ -107,6 +107,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "facebook/opt-30b": "opt-30b",
     "facebook/opt-66b": "opt-66b",
     "facebook/opt-iml-max-30b": "opt-30b",
+    "google/gemma-2-9b-it": "gemma-2-9b",
     "meta-llama/Llama-2-13b-chat-hf": "llama-2-13b",
     "meta-llama/Llama-2-70b-chat-hf": "llama-2-70b",
     "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
@@ -119,6 +120,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "meta-llama/Meta-Llama-3-70B-Instruct": "llama-3-70b",
     "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
     "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
+    "microsoft/Phi-3-mini-4k-instruct": "phi-3-mini-4k",
     "mistralai/Mistral-7B-Instruct-v0.1": "mistral-7b-v0.1",
     "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-instruct-v0.2",
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-instruct-v0.3",
@@ -143,6 +145,8 @@ class Recipe:
     comment: str
     """The first comment, as one line."""
     model_id: str
+    code: str | None
+    """Code of the model outside its library (`nxdi_model_code`)."""
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -151,7 +155,8 @@ class Recipe:
         head = text.partition("\nengine=")[0].splitlines()
         comment = " ".join(line.removeprefix("#").strip() for line in head)
         (model_id,) = re.findall(r"^option\.model_id=(.*)$", text, re.MULTILINE)
-        return cls(path, comment, model_id)
+        code = re.findall(r"^option\.nxdi_model_code=(.*)$", text, re.MULTILINE)
+        return cls(path, comment, model_id, *(code or [None]))
 
     @property
     def instance(self) -> str | None:
@@ -165,10 +170,19 @@ class Recipe:
         found = re.search(r"Also for (.+?)\.(?: |$)", self.comment)
         return re.findall(r"[\w.-]+/[\w.-]*\w", found[1]) if found else []
 
+    def placed(self, contrib: str = "s3://contrib/models") -> dict[str, str]:
+        """The option of its code, below another folder; a check reads nothing of S3."""
+        return {"nxdi_model_code": f"{contrib}/{Path(self.code).name}"} if self.code else {}
+
     def checked(self, environ: Mapping[str, str], **overrides: str) -> Placement:
         """Check the file for its instance type, with options of the command line."""
         machine = machines.named(self.instance) if self.instance else None
-        return check_all([str(self.path)], environ=environ, overrides=overrides, machine=machine)
+        return check_all(
+            [str(self.path)],
+            environ=environ,
+            overrides={**self.placed(), **overrides},
+            machine=machine,
+        )
 
 
 def recipes() -> list[Recipe]:

@@ -14,8 +14,12 @@ from djl_python_neuronx.planning.nxdi import contrib
 from tests.contrib.checkpoints import FOLDERS, compared
 from tests.contrib.measure import measure
 from tests.contrib.table import DEGREES, TABLE, is_right, shown, source, text_of
+from tools.recipes import offline, recipes
 
 ROWS = {row.folder: row for row in contrib.rows().values()}
+has_sources = pytest.mark.skipif(
+    "NXDI_CONTRIB" not in os.environ, reason="needs $NXDI_CONTRIB, contrib/models of a checkout"
+)
 
 
 def test_the_table_is_as_its_writer_writes_it() -> None:
@@ -37,9 +41,7 @@ def test_a_tiny_model_is_of_a_kind_that_its_row_names() -> None:
 
 @pytest.mark.nxdi
 @pytest.mark.nightly
-@pytest.mark.skipif(
-    "NXDI_CONTRIB" not in os.environ, reason="needs $NXDI_CONTRIB, contrib/models of a checkout"
-)
+@has_sources
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_run_gives_what_the_table_says(tmp_path: Path, name: str) -> None:
     """Behind this package's server, in batches with joins and slots reused, at each degree."""
@@ -47,3 +49,20 @@ def test_a_run_gives_what_the_table_says(tmp_path: Path, name: str) -> None:
     assert shown(ROWS[name], found) == ROWS[name], {
         degree: result for degree, result in found.items() if not is_right(result)
     }
+
+
+@pytest.mark.nxdi
+@pytest.mark.nightly
+@has_sources
+def test_recipes_are_ready_with_the_code_itself(tmp_path: Path) -> None:
+    """A check without it cannot judge its limits, such as a length."""
+    environ = offline(tmp_path / "hub")
+    contributed = [recipe for recipe in recipes() if recipe.code]
+    assert contributed
+    for recipe in contributed:
+        (report,) = recipe.checked(environ, **recipe.placed(str(source()))).reports
+        assert report.findings.messages("error") == (), recipe
+        assert not any("not judged" in text for text in report.findings.messages("warning"))
+        assert any(
+            Path(recipe.code or "").name in text for text in report.findings.messages("note")
+        )

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import huggingface_hub.constants  # noqa: F401  (reads HF_HUB_OFFLINE once, which the tests set)
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from djl_python_neuronx import cli
 from djl_python_neuronx.loading import check as check_module
 from djl_python_neuronx.planning.machines import GIB, INSTANCES
+from djl_python_neuronx.planning.nxdi import contrib
 from tests.loading.checking import LAPTOP, folder, run
 from tools.recipes import CHECKPOINTS, Recipe, configuration, offline, recipes
 
@@ -16,6 +19,8 @@ EXPLAINED = {
     # words of a warning, to those that the recipe's comment has for it
     "users of neuronx-cc": "Users report",
     "gelu's tanh form": "tanh form of gelu",
+    "not judged: a start fetches the code": "by contributed code",
+    "a start may run its author's code": "trust_remote_code",
 }
 REFUSED = {
     # models of the page's last table, by model_type, to words of the reason
@@ -49,6 +54,11 @@ def checked(environ, monkeypatch, capsys):
         return status, json.loads(capsys.readouterr().out)
 
     return check
+
+
+def elsewhere(recipe):
+    """The arguments that place its code outside its library here."""
+    return [f"-o{name}={value}" for name, value in recipe.placed().items()]
 
 
 def divided(model_id):
@@ -100,8 +110,8 @@ def test_every_recipe_is_ready_for_each_of_its_models(checked):
     for recipe in recipes():
         named = ("--instance", recipe.instance) if recipe.instance else ()
         for model_id in (recipe.model_id, *recipe.others):
-            other = () if model_id == recipe.model_id else ("-o", f"model_id={model_id}")
-            status, found = checked(str(recipe.path), *named, *other)
+            other = () if model_id == recipe.model_id else (f"-omodel_id={model_id}",)
+            status, found = checked(str(recipe.path), *named, *other, *elsewhere(recipe))
             wrong += [
                 f"{recipe.path.stem} with {model_id}: {problem}"
                 for problem in problems(recipe, model_id, status, found)
@@ -111,7 +121,7 @@ def test_every_recipe_is_ready_for_each_of_its_models(checked):
 
 def test_every_recipe_is_planned_where_no_machine_is_named(checked):
     for recipe in recipes():
-        status, found = checked(str(recipe.path))
+        status, found = checked(str(recipe.path), *elsewhere(recipe))
         assert (status, found["errors"]) == (0, []), recipe.path.stem
         assert (found["plan"]["loader"] == "cpu") == (recipe.instance is None), recipe.path.stem
 
@@ -126,6 +136,18 @@ def test_every_recipe_is_what_its_name_and_comment_say():
         assert "Also for" not in recipe.comment or recipe.others, recipe
     named = [model_id for recipe in found for model_id in (recipe.model_id, *recipe.others)]
     assert set(named) - {"../examples/tiny-llama"} <= CHECKPOINTS.keys()
+
+
+def test_code_outside_the_library_is_right_for_its_recipe():
+    rows = {row.folder: row for row in contrib.rows().values()}
+    contributed = [recipe for recipe in recipes() if recipe.code]
+    assert contributed
+    for recipe in contributed:
+        row = rows[Path(recipe.code).name]
+        degree = re.findall(r"^option.tensor_parallel_degree=(\d+)$", recipe.path.read_text(), re.M)
+        assert (row.verdict, degree) == ("right", ["2"]), recipe
+        assert 2 in row.degrees, recipe
+        assert json.loads(configuration(recipe.model_id))["model_type"] in row.model_types, recipe
 
 
 @pytest.mark.parametrize(

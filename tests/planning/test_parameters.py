@@ -44,6 +44,8 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-235b-a22b": 235_093_634_560,
     "starcoder": 15_517_456_384,
+    "phi-3-mini-4k": 3_821_079_552,
+    "gemma-2-9b": 9_241_705_984,
     # its tied lm_head counts once, of which the hub's 751,632,384 has two
     "qwen3-0.6b": 596_049_920,
     # model cards, and Pythia's paper (arXiv 2304.01373); Dolly is Pythia 12B with fewer tokens
