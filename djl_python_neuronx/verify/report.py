@@ -15,7 +15,7 @@ from djl_python_neuronx.planning.plan import graph_options
 from djl_python_neuronx.planning.sdks import machine_versions
 
 _SEND = (
-    "Please send this report, right or wrong: docs/hardware-reports.md of djl-python-neuronx says how. It has no "
+    "Please send this report, right or wrong: docs/hardware-reports.md of djl-python-neuronx has the way. It has no "
     "secrets, prompts, names of models or paths."
 )
 _MODEL = (
