@@ -74,11 +74,11 @@ def summarise(records: Iterable[Record]) -> Summary:
     records = [*records]
     began_s = min(record.arrival.at_s for record in records)
     ended_s = max(record.tokens_s[-1] for record in records)
-    gaps_s = np.concatenate([np.diff(record.tokens_s) for record in records])
+    gaps_s = [gap for record in records for gap in record.gaps_s]
     ttft_p50_s, ttft_p99_s = np.percentile([record.ttft_s for record in records], (50, 99))
     gap_p50_s, gap_p99_s = np.percentile(gaps_s, (50, 99))
     rate = sum(len(record.tokens_s) for record in records) / (ended_s - began_s)
-    found = (rate, ttft_p50_s, ttft_p99_s, gap_p50_s, gap_p99_s, gaps_s.max())
+    found = (rate, ttft_p50_s, ttft_p99_s, gap_p50_s, gap_p99_s, max(gaps_s))
     return Summary(*map(float, found))
 
 
