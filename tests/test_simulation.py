@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.errors import PromptTooLongError
-from djl_python_neuronx.simulation import Arrival, Record, Summary, simulate, summarise
+from djl_python_neuronx.loading.check import check
+from djl_python_neuronx.planning.machines import named
+from djl_python_neuronx.simulation import Arrival, Record, Summary, simulate, spec_of, summarise
+from tests.planning.settings import TINY
 
 SPEC = ModelSpec(
     num_slots=4,
@@ -108,6 +113,40 @@ def test_a_burst_stalls_a_stream_by_one_prefill_and_one_decode() -> None:
     stream, *_ = records = simulate(SPEC, Times(), arrivals, host_s=HOST_S)
     assert stream.gaps_s.count(64.0 + 1.0 + 2 * HOST_S) == 3  # as many as find a free slot
     assert summarise(records).longest_stall_s == 64.0 + 1.0 + 2 * HOST_S
+
+
+def test_prompts_of_one_call_run_one_after_another() -> None:
+    spec = replace(SPEC, max_prefill_batch=3)
+    records = simulate(spec, Times(), [Arrival(0.0, 100, 2)] * 4)
+    assert [record.tokens_s for record in records] == [[12.0, 13.0]] * 3 + [[17.0, 18.0]]
+
+
+def test_a_decode_has_the_time_of_the_fewest_slots_that_a_graph_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    options = {"token_generation_batches": "1,2", "max_rolling_batch_size": "4"}
+    overrides = {**options, "model_loader": "nxdi", "tensor_parallel_degree": "2"}
+    machine = named("trn1.32xlarge")
+    report = check(str(tmp_path), environ={}, overrides=overrides, machine=machine)
+    assert report.prepared is not None
+    spec = spec_of(report.prepared.case)
+    assert spec.decode_slots == (1, 2, 4)
+    assert (spec.num_slots, spec.max_prefill_batch, spec.joins) == (4, 1, "free")
+
+    class Rows:
+        def decode_s(self, rows: int, positions: int) -> float:
+            assert positions in spec.token_buckets
+            return float(rows)
+
+        def prefill_s(self, tokens: int) -> float:
+            assert tokens in spec.prefill_buckets
+            return 8.0
+
+    # A stream alone, then beside a second one, then all three, which need the graph of four; at last the second alone.
+    arrivals = [Arrival(0.0, 5, 8), Arrival(12.5, 5, 9), Arrival(14.0, 5, 2)]
+    first, second, third = simulate(spec, Rows(), arrivals)
+    assert first.tokens_s == [8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 23.0, 35.0]
+    assert second.tokens_s == [21.0, 23.0, 35.0, *(37.0 + 2 * i for i in range(6))]
+    assert third.tokens_s == [31.0, 35.0]
 
 
 def test_figures() -> None:
