@@ -33,7 +33,11 @@ HELM := v3.22.0
 # Draws the diagrams of the site in a browser.
 MERMAID := mermaid-11.16.0
 
-.PHONY: help install serve test doctest mutants lint format docs site chart dist audit clean always
+# Ray's packages beside those of the tests, which stay as they are.
+RAY := .venv-ray
+site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+.PHONY: help install serve test doctest ray mutants lint format docs site chart dist audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -58,6 +62,12 @@ test: $(INSTALLED) ## all tests (ARGS="-k name", JOBS=0 for one process)
 
 doctest: $(INSTALLED) ## the commands of the docs (ARGS=docs/check.md for one page)
 	$(BIN)/python -m tests.doc_tests $(ARGS)
+
+ray: $(INSTALLED) ## the tests of deploy/ray, with the newest Ray (ARGS=--nightly for all)
+	$(PYTHON) -m venv $(RAY)
+	echo "import site; site.addsitedir('$(call site_packages,$(VENV))')" > "$(call site_packages,$(RAY))/tests.pth"
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'ray[serve]'
+	$(RAY)/bin/python -m pytest $(ARGS) tests/deploy/test_ray.py
 
 mutants: $(INSTALLED) ## one-line changes that no test notices (ARGS="--seed 1 --count 60")
 	rm -f $(VENV)/mutants.json
@@ -118,4 +128,4 @@ audit: $(INSTALLED) $(TOOLS_INSTALLED) ## known vulnerabilities of what the pack
 	$(BIN)/python -m tools.audit $(TOOLS)/bin/pip-audit
 
 clean: ## remove the environments
-	rm -rf dist site .venv $(TOOLS) .venv-clients .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi
+	rm -rf dist site .venv $(TOOLS) $(RAY) .venv-clients .venv-tf457 .venv-sdk221 .venv-sdk231 .venv-tnx .venv-tnx-newest .venv-nxdi

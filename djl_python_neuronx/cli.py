@@ -421,15 +421,11 @@ def _load(
     Only a single one shows its progress as bars.
     """
     from djl_python_neuronx.loading.situation import SILENT
-    from djl_python_neuronx.loading.targets import find_target
     from djl_python_neuronx.service import Service
 
-    found = find_target(target, environment())
     with nullcontext(SILENT) if several else progress_bars(sys.stderr) as progress:
         more |= {"prepared": several.get(target), "progress": progress.in_words(stage)}
-        more |= {"file": found.file, "content": found.content}
-        overrides = {**found.overrides, **overrides}
-        return Service.load(None, found.folder, overrides=overrides, **more)
+        return Service.load_target(target, overrides, **more)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from djl_python_neuronx.loading.launch import make_launch
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import SILENT, LoadProgress
+from djl_python_neuronx.loading.targets import find_target
 from djl_python_neuronx.loading.tokenizer_process import MOST_SLOW
 from djl_python_neuronx.protocol import custom, parse_body
 from djl_python_neuronx.protocol.base import ParseContext, ParsedRequest, Threads, client_label
@@ -182,6 +183,18 @@ class Service:
                 outcome = "hits" if compiled.cache_hit else "misses"
                 service.metrics[f"compile_cache_{outcome}_total"].inc()
         return service
+
+    @classmethod
+    def load_target(cls, target: str, overrides: Mapping[str, str], **more: Any) -> Service:  # noqa: ANN401
+        """Load the model that a command line names, see `find_target`; `more`: see `load`.
+
+        Raises:
+            ServingError: see `find_target` and `load`.
+        """
+        found = find_target(target, environment())
+        overrides = {**found.overrides, **overrides}
+        file, content = found.file, found.content
+        return cls.load(None, found.folder, overrides=overrides, file=file, content=content, **more)
 
     def parse(
         self,

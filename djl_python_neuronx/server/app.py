@@ -255,8 +255,13 @@ def create_app(
     post += dict.fromkeys(path for protocol in PROTOCOLS for path in protocol.paths)
     routes = [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
     routes += [Route(path, application.invocations, methods=["POST"]) for path in post]
+    return app_of([route for route in routes if has(route.path)])
+
+
+def app_of(routes: Sequence[Route]) -> Starlette:
+    """The ASGI app for routes, with errors as JSON."""
     app = Starlette(
-        routes=[route for route in routes if has(route.path)],
+        routes=routes,
         exception_handlers={
             ServingError: on_serving_error,
             ClientDisconnect: on_client_disconnect,

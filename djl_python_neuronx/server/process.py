@@ -26,6 +26,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.protocol.base import Threads
 from djl_python_neuronx.server.app import Application, create_app
 from djl_python_neuronx.server.http import (
@@ -61,6 +62,21 @@ END_S = 1.7
 """Time after the drain until the process ends, whatever still runs."""
 
 
+def wrapped(app: ASGIApp, options: ServingOptions, api_keys: Sequence[bytes]) -> ASGIApp:
+    """The app behind the check of API keys (see `Server`), CORS and the page."""
+    if api_keys:
+        app = KeyCheck(app, api_keys)
+    if options.cors_allow_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.cors_allow_origins,
+            allow_headers=["*"],
+            allow_methods=["GET", "POST"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
+    return Page(app) if options.page else app
+
+
 class Server(uvicorn.Server):
     """Closes the engine loop while connections are open, so that every request gets a response."""
 
@@ -77,27 +93,15 @@ class Server(uvicorn.Server):
         """Configure the ports. `api_keys`: digests, see `keys.read_keys`; none: all requests are served."""
         options = application.options
         moved = ADMIN_PATHS if options.admin_port else ()
-        app: ASGIApp = create_app(application, lambda path: path not in moved)
-        if api_keys:
-            application.needs_key = True
-            app = KeyCheck(app, api_keys)
-        if options.cors_allow_origins:
-            app = CORSMiddleware(
-                app,
-                allow_origins=options.cors_allow_origins,
-                allow_headers=["*"],
-                allow_methods=["GET", "POST"],
-                expose_headers=["retry-after", "x-request-id"],
-            )
-        if options.page:
-            app = Page(app)
+        app = create_app(application, lambda path: path not in moved)
+        application.needs_key = bool(api_keys)
         # The same one whatever is installed.
         self._silent: OrderedDict[LimitedProtocol, None] = OrderedDict()
         self._protocol: Any = partial(
             LimitedProtocol, lambda: application.options, tls, self._silent
         )
         config = uvicorn.Config(
-            app,
+            wrapped(app, options, api_keys),
             host=host,
             port=port,
             http=self._protocol,  # type: ignore[arg-type]
