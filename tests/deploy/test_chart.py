@@ -28,9 +28,11 @@ from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import read_settings
-from djl_python_neuronx.config.sources import parse_properties
+from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, parse_properties
+from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.loading.check import check_all
-from djl_python_neuronx.planning.machines import FAMILIES, INSTANCES, listed_cores, named
+from djl_python_neuronx.planning.machines import FAMILIES, GIB, INSTANCES, listed_cores, named
+from djl_python_neuronx.planning.memory import host_bytes
 from djl_python_neuronx.server.process import END_S
 from tests.doubles.s3_rig import KEYS
 from tests.processes import held_port, wait_until
@@ -69,6 +71,7 @@ CUSTOM = {
 """Kinds of custom resources, to the Go module with their definition and its file."""
 MODEL_OF = {
     "llama-3-8b": "llama-3-8b",
+    "llama-3.2-3b": "llama-3.2-3b",
     "llama-2-13b": "llama-2-13b",
     "mistral-7b": "mistral-7b-v0.1",
     "tinyllama": "tinyllama-1.1b",
@@ -254,7 +257,6 @@ def test_the_table_of_instances_is_the_packages():
         one.name: {
             "devices": one.devices,
             "coresPerDevice": FAMILIES[one.family].cores_per_device,
-            "vcpus": one.vcpus,
         }
         for one in INSTANCES.values()
     }
@@ -346,7 +348,8 @@ class TestExample:
         )
         for job in (one for one in manifests if one["kind"] == "Job"):
             name = job["metadata"]["name"].removeprefix("llm-compile-")
-            assert job["spec"]["activeDeadlineSeconds"] > plans[name].estimated_compile_s > 0
+            plan = plans[next(one for one in plans if one.replace(".", "-") == name)]
+            assert job["spec"]["activeDeadlineSeconds"] > plan.estimated_compile_s > 0
         # Without a Job, and with time for it, a start compiles: the probe waits for that too.
         compile_s = int(sum(plan.estimated_compile_s for plan in plans.values()))
         longer = rendered(example, f"seconds.compile={compile_s}")
@@ -361,6 +364,24 @@ class TestExample:
             drain = cli._parser().parse_args(server(end)["args"]).drain
             wait = server(end)["lifecycle"]["preStop"]["sleep"]["seconds"]
             assert pod(end)["terminationGracePeriodSeconds"] > wait + drain + END_S
+
+    def test_the_memory_suffices(self, example, tmp_path):
+        """Of the pod for any load, which waits for the others; of the Job for one compiler at once, at least."""
+        manifests = rendered(example)
+        placement = checked(example, settings(manifests), tmp_path)
+        machine = INSTANCES[yaml.safe_load(EXAMPLES[example].read_text())["instanceType"]]
+        size = bytes_of(server(manifests)["resources"]["limits"]["memory"])
+        assert size < machine.host_memory_gib * GIB
+        assert server(manifests)["resources"]["requests"]["cpu"] < machine.vcpus
+        disk = bytes_of(server(manifests)["resources"]["requests"]["ephemeral-storage"])
+        compiled = [report.prepared for report in placement.reports]
+        for one in compiled:
+            assert size > host_bytes(one.case, "ranks", "bfloat16")
+        assert disk > sum(one.planned.memory.weights * one.case.degree for one in compiled)
+        for job in (one for one in manifests if one["kind"] == "Job"):
+            (container,) = job["spec"]["template"]["spec"]["containers"]
+            limit = bytes_of(container["resources"]["limits"]["memory"])
+            assert limit > max(one.compile_memory.least for one in compiled)
 
     def test_the_pod_has_no_rights(self, example):
         manifests = rendered(example)
@@ -412,6 +433,10 @@ class TestExample:
         assert only(manifests, "Service")["spec"]["ports"][0]["targetPort"] in named_ports
 
 
+def bytes_of(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi")) * GIB
+
+
 def seconds(probe: dict[str, Any]) -> int:
     return probe["periodSeconds"] * probe["failureThreshold"]
 
@@ -435,92 +460,101 @@ def programs(tmp_path) -> dict[str, str]:
 
 
 def test_the_server_starts_as_the_pod_and_answers_its_probes(programs, tmp_path):
-    """With the pod's arguments, settings and variables; for the simulated device, on other ports."""
-    manifests = rendered("scale-to-zero")
+    """With the pod's arguments, settings and variables; for the simulated device, a copy of each model, other ports."""
+    one_copy = [
+        f"models.{name}.options.replicas=1" for name in ("llama-3-8b", "mistral-7b", "tinyllama")
+    ]
+    manifests = rendered(
+        "inf2-48xlarge", *one_copy, "seconds.coreWait=300", 'schedulerName="my-scheduler"'
+    )
     container = server(manifests)
-    (text,) = settings(manifests).values()
-    model = tmp_path / "model"
-    shutil.copytree(TINY, model)
-    shutil.copy(MODELS / "tinyllama-1.1b.json", model / "config.json")
-    file = tmp_path / "tinyllama.properties"
-    file.write_text(re.sub("(?m)^option.model_id=.*$", f"option.model_id={model}", text))
-    probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
-    metrics = "".join(map(json.dumps, (only(manifests, "ScaledObject"), hpa("inf2-48xlarge"))))
-    wanted = set(METRIC.findall(metrics))
+    for name, text in settings(manifests).items():
+        changed = re.sub("(?m)^option.model_id=.*$", f"option.model_id={TINY}", text)
+        changed = re.sub("(?m)^option.n_positions=.*$", "option.n_positions=256", changed)
+        (tmp_path / f"{name}.properties").write_text(changed)
+    scalers = (
+        only(manifests, "HorizontalPodAutoscaler"),
+        only(rendered("scale-to-zero"), "ScaledObject"),
+    )
+    wanted = set(METRIC.findall("".join(map(json.dumps, scalers))))
     assert len(wanted) == 2
     with ExitStack() as stack:
         ports = {one["name"]: stack.enter_context(held_port()) for one in container["ports"]}
-        places = {"/etc/djl-neuronx": str(tmp_path), "=9000": f"={ports['metrics']}"}
         arguments = [
-            functools.reduce(lambda a, p: a.replace(*p), places.items(), a)
-            for a in container["args"]
+            one.replace("/etc/djl-neuronx", str(tmp_path)).replace("=9000", f"={ports['metrics']}")
+            for one in container["args"]
         ]
-        assert [len(one) for one in arguments] != [len(one) for one in container["args"]]
         environ = {
             **programs,
             **variables(container),
+            **dict.fromkeys(secret_variables(container), "a-key,another"),
             "OPTION_MODEL_LOADER": "sim",
             "OPTION_SIM_STEP_MS": "1",
+            "SAGEMAKER_BIND_TO_PORT": str(ports["http"]),
         }
-        environ["SAGEMAKER_BIND_TO_PORT"] = str(ports["http"])
-        log = stack.enter_context((tmp_path / "log").open("w+"))
+        log = tmp_path / "log"
         process = subprocess.Popen(
             ["entrypoint.sh", *arguments],
             env=environ,
-            stdout=log,
+            stdout=stack.enter_context(log.open("w")),
             stderr=subprocess.STDOUT,
-            cwd=tmp_path,
         )
         stack.callback(process.kill)
 
-        def status(port: str, path: str) -> int:
-            assert process.poll() is None, (tmp_path / "log").read_text()
+        def get(port: str, path: str, body: object = None, **headers: str) -> tuple[int, str]:
+            assert process.poll() is None, log.read_text()
+            data = None if body is None else json.dumps(body).encode()
+            address = f"http://127.0.0.1:{ports[port]}{path}"
             try:
-                with urllib.request.urlopen(
-                    f"http://127.0.0.1:{ports[port]}{path}", timeout=30
-                ) as answer:
-                    return int(answer.status)
+                request = urllib.request.Request(address, data, headers)
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
-                return error.code
+                return error.code, error.read().decode()
             except OSError:
-                return 0
+                return 0, ""
 
-        startup = probes["startup"]["httpGet"]
-        wait_until(lambda: status(startup["port"], startup["path"]) == 200)
-        readiness = probes["readiness"]["httpGet"]
-        assert status(readiness["port"], readiness["path"]) == 200
-        with socket.create_connection(
-            ("127.0.0.1", ports[probes["liveness"]["tcpSocket"]["port"]])
-        ):
-            pass
-        (endpoint,) = only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
-        path = endpoint.get("path", "/metrics")
-        with urllib.request.urlopen(f"http://127.0.0.1:{ports[endpoint['port']]}{path}") as answer:
-            names = {
-                line.split("{")[0].split(" ")[0] for line in answer.read().decode().splitlines()
-            }
-        assert wanted <= names
-        assert status("http", path) == 404
-        body = {
-            "model": "tinyllama",
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 3,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{ports['http']}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
+        startup, readiness = (
+            container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness")
         )
-        with urllib.request.urlopen(request) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        wait_until(lambda: get(startup["port"], startup["path"])[0] == 200)
+        assert get(readiness["port"], readiness["path"])[0] == 200
+        port = ports[container["livenessProbe"]["tcpSocket"]["port"]]
+        socket.create_connection(("127.0.0.1", port)).close()
+        (endpoint,) = only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
+        status, metrics = get(endpoint["port"], endpoint.get("path", "/metrics"))
+        assert status == 200
+        assert wanted <= {line.split("{")[0] for line in metrics.splitlines()}
+        assert get("http", "/metrics", authorization="Bearer another")[0] == 404
+        for name in settings(manifests):
+            body = {"model": name, "prompt": "Hello", "max_tokens": 3}
+            json_type = {"content-type": "application/json"}
+            assert get("http", "/v1/completions", body, **json_type)[0] == 401
+            status, answer = get(
+                "http", "/v1/completions", body, authorization="Bearer another", **json_type
+            )
+            assert status == 200, answer
+            assert json.loads(answer)["model"] == name
         process.terminate()
         assert process.wait(60) == 0
-        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-        assert any("core_wait_s" in line["message"] and "300" in line["message"] for line in lines)
+        lines = [json.loads(line).get("message", "") for line in log.read_text().splitlines()]
+        waits = [line for line in lines if "core_wait_s" in line]
+        assert waits
+        assert all("300" in line for line in waits)
 
 
-def hpa(example: str) -> dict[str, Any]:
-    return only(rendered(example), "HorizontalPodAutoscaler")
+def secret_variables(container: dict[str, Any]) -> set[str]:
+    return {one["name"] for one in container["env"] if "valueFrom" in one}
+
+
+def test_the_variables_are_those_that_the_package_reads():
+    secrets = (
+        'secrets={"hubToken": {"name": "a", "key": "b"}, "apiKeys": {"name": "c", "key": "d"}}'
+    )
+    container = server(rendered("inf2-xlarge", secrets, "env={}"))
+    assert secret_variables(container) == {API_KEYS, "HF_TOKEN"}
+    assert cli._log_format(variables(container).pop(LOG_FORMAT)) == "json"
+    assert variables(container).keys() == {LOG_FORMAT}
 
 
 def test_the_compile_job_compiles_once(programs, tmp_path, moto, bucket):
@@ -529,7 +563,7 @@ def test_the_compile_job_compiles_once(programs, tmp_path, moto, bucket):
     (job,) = (one for one in manifests if one["kind"] == "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (files,) = (one["data"] for one in manifests if one["kind"] == "ConfigMap" and annotations(one))
-    given = yaml.safe_load(EXAMPLES["inf2-xlarge"].read_text())["models"]["llama-3-8b"]
+    given = yaml.safe_load(EXAMPLES["inf2-xlarge"].read_text())["models"]["llama-3.2-3b"]
     for name, place in (("compile", given["model"]), ("serve", given["compiled"])):
         assert f"option.model_id={place}\n" in f"{files[f'{name}.properties']}\n"
     assert variables(container)["COMPILED"] == given["compiled"]
@@ -586,20 +620,23 @@ REFUSED = {
     "no model": ("models={}", "models"),
     "no degree": ('models={"a": {"model": "s3://b/m", "options": {}}}', "tensor_parallel_degree"),
     "the largest degree": (
-        'models.llama-3-8b.options.tensor_parallel_degree="max"',
+        'models.llama-3\\.2-3b.options.tensor_parallel_degree="max"',
         "tensor_parallel_degree",
     ),
-    "as many copies as fit": ('models.llama-3-8b.options.replicas="max"', "replicas"),
-    "no place of a model": ('models.llama-3-8b.model="llama"', "model"),
-    "a compiled model on the hub": ('models.llama-3-8b.compiled="a/b"', "compiled"),
+    "as many copies as fit": ('models.llama-3\\.2-3b.options.replicas="max"', "replicas"),
+    "no place of a model": ('models.llama-3\\.2-3b.model="llama"', "model"),
+    "a compiled model on the hub": ('models.llama-3\\.2-3b.compiled="a/b"', "compiled"),
     "a name with capitals": (f'models={{"Llama": {MODEL % ""}}}', "Llama"),
     "an option with the prefix": (
-        'models.llama-3-8b.options={"tensor_parallel_degree": 1, "option.dtype": "bf16"}',
+        'models.llama-3\\.2-3b.options={"tensor_parallel_degree": 1, "option.dtype": "bf16"}',
         "option.dtype",
     ),
-    "the model as an option": ('models.llama-3-8b.options.model_id="s3://b/m"', "model_id"),
-    "the wait as an option": ("models.llama-3-8b.options.core_wait_s=9", "core_wait_s"),
-    "an option of two lines": ('models.llama-3-8b.options.chat_template="a\\nb"', "chat_template"),
+    "the model as an option": ('models.llama-3\\.2-3b.options.model_id="s3://b/m"', "model_id"),
+    "the wait as an option": ("models.llama-3\\.2-3b.options.core_wait_s=9", "core_wait_s"),
+    "an option of two lines": (
+        'models.llama-3\\.2-3b.options.chat_template="a\\nb"',
+        "chat_template",
+    ),
     "an unknown instance type": ('instanceType="inf2.2xlarge"', "instanceType"),
     "an unknown resource": ('resource="neurondevice"', "resource"),
     "an option among the variables": ('env={"OPTION_DTYPE": "bf16"}', "OPTION_DTYPE"),
@@ -625,17 +662,17 @@ REFUSED = {
 """Settings that the schema refuses, to the name in its message."""
 CONTRADICTIONS = {
     (
-        "models.llama-3-8b.options.replicas=2",
-    ): "take 4 NeuronCores .*llama-3-8b: 2 x 2.* inf2.xlarge has 2: lower",
-    ("models.llama-3-8b.options.draft_model_tp_size=4",): "take 4 NeuronCores",
-    ("models.llama-3-8b.options.pipeline_parallel_degree=2",): "take 4 NeuronCores",
+        "models.llama-3\\.2-3b.options.replicas=2",
+    ): "take 4 NeuronCores .*llama-3.2-3b: 2 x 2.* inf2.xlarge has 2: lower",
+    ("models.llama-3\\.2-3b.options.draft_model_tp_size=4",): "take 4 NeuronCores",
+    ("models.llama-3\\.2-3b.options.pipeline_parallel_degree=2",): "take 4 NeuronCores",
     (
         'instanceType="inf2.24xlarge"',
-        "models.llama-3-8b.options.replicas=2",
+        "models.llama-3\\.2-3b.options.replicas=2",
     ): "2 of the 6 devices .*set schedulerName",
     (
         'instanceType="trn1.32xlarge"',
-        "models.llama-3-8b.options.replicas=3",
+        "models.llama-3\\.2-3b.options.replicas=3",
     ): "3 devices .*1, 4, 8 or all",
     ('autoscaling={"by": "hpa", "minReplicas": 0}',): "an HPA keeps one pod",
     ('autoscaling={"by": "keda", "minReplicas": 0}',): "set autoscaling.wake.query",
@@ -647,7 +684,7 @@ CONTRADICTIONS = {
         'instanceType="inf2.24xlarge"',
         'schedulerName="my-scheduler"',
     ): "one series",
-    ('models.llama-3-8b.model="/models/a"',): "set modelsClaim",
+    ('models.llama-3\\.2-3b.model="/models/a"',): "set modelsClaim",
 }
 """Settings that contradict each other, to the message."""
 
@@ -676,13 +713,26 @@ def test_options_reach_the_server_as_they_are(tmp_path):
         "chat_template_kwargs": {"a\\b": 'c"d', "deep": {"on": True}},
         "model_name": "a, b\\c",
     }
-    manifests = rendered("inf2-xlarge", f"models.llama-3-8b.options={json.dumps(given)}")
+    manifests = rendered("inf2-xlarge", f"models.llama-3\\.2-3b.options={json.dumps(given)}")
     (text,) = settings(manifests).values()
     found = {s.name: s.value for s in parse_properties(text.encode(), "values")}
     for name, value in given.items():
         assert found[name] == value if isinstance(value, str) else json.loads(found[name]) == value
-    read = Problems()
-    options = read_settings(None, tmp_path, {}, read, content=text.encode(), file="values").options
-    read.raise_errors()
+    problems = Problems()
+    options = read_settings(
+        None, tmp_path, {}, problems, content=text.encode(), file="values"
+    ).options
+    problems.raise_errors()
+    of_server = {
+        "access_log": "json",
+        "cors_allow_origins": ["https://a.b"],
+        "max_connections": 1000000,
+    }
+    manifests = rendered("inf2-xlarge", f"serverOptions={json.dumps(of_server)}")
+    given_to_serve = dict(cli._parser().parse_args(server(manifests)["args"]).option)
+    assert given_to_serve.keys() == {*of_server, "admin_port"}
+    read = read_settings(None, tmp_path, {}, Problems(), {**given_to_serve, "model_id": str(TINY)})
+    for name, value in of_server.items():
+        assert jsonable(getattr(read.options, name)) == value
     assert options.chat_template_kwargs == given["chat_template_kwargs"]
     assert options.max_body_bytes == given["max_body_bytes"]
