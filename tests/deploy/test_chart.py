@@ -433,6 +433,105 @@ class TestExample:
         assert only(manifests, "Service")["spec"]["ports"][0]["targetPort"] in named_ports
 
 
+def test_the_compile_hook_has_what_it_needs_before_the_release_exists():
+    hooks = [one for one in rendered("inf2-48xlarge") if "helm.sh/hook" in annotations(one)]
+    weights: dict[str, set[int]] = {}
+    for one in hooks:
+        assert annotations(one)["helm.sh/hook"] == "pre-install,pre-upgrade"
+        weights.setdefault(one["kind"], set()).add(
+            int(annotations(one).get("helm.sh/hook-weight", 0))
+        )
+    assert max(weights["ServiceAccount"] | weights["ConfigMap"]) < min(weights["Job"])
+    names = {
+        kind: {one["metadata"]["name"] for one in hooks if one["kind"] == kind} for kind in weights
+    }
+    jobs = [one["spec"]["template"]["spec"] for one in hooks if one["kind"] == "Job"]
+    assert len(jobs) == len(names["Job"]) == 4
+    assert {job["serviceAccountName"] for job in jobs} == names["ServiceAccount"]
+    volumes = {
+        volume["configMap"]["name"]
+        for job in jobs
+        for volume in job["volumes"]
+        if "configMap" in volume
+    }
+    assert volumes == names["ConfigMap"]
+    assert not any(amounts(job["containers"][0]) for job in jobs)
+    (one,) = (
+        one for one in rendered("inf2-xlarge", "compile.onDevices=true") if one["kind"] == "Job"
+    )
+    job = one["spec"]["template"]["spec"]
+    serving = pod(rendered("inf2-xlarge"))
+    assert amounts(job["containers"][0]) == amounts(serving["containers"][0])
+    assert (job["nodeSelector"], job["tolerations"]) == (
+        serving["nodeSelector"],
+        serving["tolerations"],
+    )
+
+
+def test_custom_resources_fit_the_pods():
+    manifests = rendered("scale-to-zero", 'nodeSelector={"zone": "a"}')
+    spec = only(manifests, "Deployment")["spec"]
+    assert "replicas" not in spec  # else each upgrade would undo the scaling
+    (nodes,) = (only(manifests, "NodePool")["spec"]["template"]["spec"],)
+    offered = {one["key"]: one["values"] for one in nodes["requirements"]}
+    selector = spec["template"]["spec"]["nodeSelector"]
+    assert all(offered[key] == [value] for key, value in selector.items())
+    tolerated = {(one["key"], one["effect"]) for one in spec["template"]["spec"]["tolerations"]}
+    assert {(taint["key"], taint["effect"]) for taint in nodes["taints"]} <= tolerated
+    assert nodes["nodeClassRef"]["name"] == only(manifests, "EC2NodeClass")["metadata"]["name"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    most = only(manifests, "NodePool")["spec"]["limits"]
+    assert most == {"aws.amazon.com/neuron": values["karpenter"]["maxNodes"]}
+
+    scaled = only(manifests, "ScaledObject")["spec"]
+    assert scaled["minReplicaCount"] == 0
+    queries = [one["metadata"]["query"] for one in scaled["triggers"]]
+    ours = [query for query in queries if METRIC.search(query)]
+    assert (len(ours), len(queries)) == (2, 3)  # without a pod none of ours exists
+    for query in ours:
+        (pattern,) = re.findall('pod=~"([^"]+)"', query)
+        assert re.fullmatch(pattern, "llm-7d4b9c6f5d-x2x8k")
+        assert not re.fullmatch(pattern, "llm-compile-tinyllama-x2x8k")
+        assert 'namespace="serving"' in query
+    (text,) = settings(manifests).values()
+    assert int(re.search("core_wait_s=(.*)", text)[1]) > values["seconds"]["coreWait"]
+
+    pool = only(rendered("inf2-xlarge", *POOL), "InferencePool")["spec"]
+    container = server(rendered("inf2-xlarge", *POOL))
+    assert pool["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
+    assert not any(
+        "admin_port" in one for one in container["args"]
+    )  # the picker reads metrics there
+    matched = pool["selector"]["matchLabels"]
+    template_labels = only(rendered("inf2-xlarge", *POOL), "Deployment")["spec"]["template"][
+        "metadata"
+    ]["labels"]
+    assert matched.items() <= template_labels.items()
+
+
+def test_the_page_names_what_the_chart_has():
+    page = (ROOT / "docs" / "eks.md").read_text()
+    scaler = only(rendered("inf2-48xlarge"), "HorizontalPodAutoscaler")["spec"]
+    names = [one["pods"]["metric"]["name"] for one in scaler["metrics"]]
+    (rule,) = (
+        block
+        for block in re.findall("```yaml\n(.*?)```", page, re.DOTALL)
+        if "seriesQuery" in block
+    )
+    (custom,) = yaml.safe_load(rule)["rules"]["custom"]
+    (pattern,) = re.findall('__name__=~"([^"]+)"', custom["seriesQuery"])
+    assert all(re.fullmatch(pattern, name) for name in names)
+    given = yaml.safe_load((CHART / "values.yaml").read_text())
+    wait = given["seconds"]
+    assert f"| {wait['coreWait']} + {wait['load']} + {wait['compile']} s |" in page
+    assert f"| {wait['endpoints']} + {wait['drain']} + 10 s |" in page
+    assert f"| {given['compile']['seconds']} s |" in page
+    for name in re.findall(r"`([a-z]\w+(?:\.\w+)+)`", page):
+        first, *rest = name.split(".")
+        if first in given:
+            assert functools.reduce(dict.__getitem__, rest, given[first]) is not None, name
+
+
 def bytes_of(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) * GIB
 
