@@ -360,7 +360,15 @@ class TestExample:
                 ("option.compilation=forbid" not in one) == compiles for one in text.values()
             )
 
-        for end in (manifests, rendered(example, "seconds.drain=300", "seconds.endpoints=30")):
+        for name in ("coreWait", "load"):
+            later = rendered(example, f"seconds.{name}=9000")
+            assert seconds(server(later)["startupProbe"]) > 9000
+        both = rendered(example, "seconds.coreWait=9000", "seconds.load=9000")
+        assert seconds(server(both)["startupProbe"]) >= 18000
+
+        longer = rendered(example, "seconds.drain=300", "seconds.endpoints=30")
+        assert cli._parser().parse_args(server(longer)["args"]).drain == 300
+        for end in (manifests, longer):
             drain = cli._parser().parse_args(server(end)["args"]).drain
             wait = server(end)["lifecycle"]["preStop"]["sleep"]["seconds"]
             assert pod(end)["terminationGracePeriodSeconds"] > wait + drain + END_S
@@ -431,6 +439,26 @@ class TestExample:
         policy = only(manifests, "NetworkPolicy")["spec"]["ingress"]
         assert {port["port"] for rule in policy for port in rule["ports"]} == named_ports
         assert only(manifests, "Service")["spec"]["ports"][0]["targetPort"] in named_ports
+
+
+def test_a_part_of_a_device_is_a_whole_one():
+    for instance, degree, copies, devices in (
+        ("inf2.xlarge", 1, 1, 1),
+        ("inf2.48xlarge", 1, 23, 12),
+        ("trn1.32xlarge", 2, 4, 4),
+        ("trn2.48xlarge", 2, 3, 2),
+        ("trn2.48xlarge", 64, 1, 16),
+    ):
+        options = {"tensor_parallel_degree": degree, "replicas": copies}
+        given = (
+            f"models={json.dumps({'tinyllama': {'model': 'a/b', 'options': options}})}",
+            f'instanceType="{instance}"',
+            'schedulerName="my-scheduler"',
+        )
+        container = server(rendered("scale-to-zero", *given))
+        assert amounts(container) == {"aws.amazon.com/neuron": devices}
+        container = server(rendered("scale-to-zero", *given, 'resource="neuroncore"'))
+        assert amounts(container) == {"aws.amazon.com/neuroncore": degree * copies}
 
 
 def test_the_compile_hook_has_what_it_needs_before_the_release_exists():
