@@ -93,6 +93,7 @@ ADVICE: Final = {
             "set AWS_ENDPOINT_URL": "S3_ENDPOINT_URL",
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY": "S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY",
             "set HF_TOKEN": "hf_token HF_API_TOKEN",
+            "the hub's cache of compiled models is not read; compile with djl-neuronx compile": "CUSTOM_CACHE_REPO",
             "leave it out, or with tnx set OPTION_ENABLE_CHUNKED_PREFILL=true": "DISABLE_NEURON_CUSTOM_SCHEDULER",
             "set OPTION_MODEL_LOADER=nxdi, or tnx": "VLLM_NEURON_FRAMEWORK",
             "set OPTION_STEP_TIMEOUT": "VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
