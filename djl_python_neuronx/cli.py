@@ -101,7 +101,7 @@ def _add_serve(commands: Commands) -> None:
         "serve",
         help="load models and serve them over HTTP",
         description="Load models and serve SageMaker's /invocations and /ping, OpenAI's /v1/chat/completions, and the "
-        "other routes of docs/protocols.md. Options are read from -o, then from serving.properties in the folder, then "
+        "routes of docs/server.md. Options are read from -o, then from serving.properties in the folder, then "
         "from OPTION_* environment variables; the first source that sets an option wins.",
     )
     command.add_argument(

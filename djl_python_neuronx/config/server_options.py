@@ -59,9 +59,9 @@ class ServerOptions(OptionGroup):
     cors_allow_origins: Annotated[Origins | None, _OPERATOR] = None
     """Web sites whose pages may use the server: CORS headers are sent to them. Default: none."""
     page: Annotated[bool, Option()] = True
-    """A page at `/` for browsers, with a chat and live metrics (docs/protocols.md). Embedded server only."""
+    """A page at `/` for browsers, with a chat and live metrics (docs/server.md). Embedded server only."""
     access_log: Annotated[Literal["text", "json", "off"], Lower, Option()] = "text"
-    """One line of the log for each request, when its answer ends (docs/protocols.md); `json`: as a JSON object.
+    """One line of the log for each request, when its answer ends (docs/server.md); `json`: as a JSON object.
     Successful requests of `/ping`, `/health` and `/metrics` are left out."""
     cloudwatch_namespace: Annotated[Namespace | None, _OPERATOR] = None
     """Log the metrics once a minute as a line from which CloudWatch Logs makes metrics below this namespace
