@@ -110,7 +110,7 @@ chart: $(INSTALLED) $(TOOLS)/bin/helm ## the Helm chart: lint, render, validate 
 # kubernetes-validate has Kubernetes' schemas in it: what kubeconform fetches from a public server.
 $(TOOLS)/bin/helm: $(TOOLS_INSTALLED)
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate==1.37.0
-	GOBIN=$(abspath $(TOOLS)/bin) go install -trimpath -ldflags='-s -w' helm.sh/helm/v3/cmd/helm@$(HELM)
+	GOBIN=$(abspath $(TOOLS)/bin) CGO_ENABLED=0 go install -trimpath -ldflags='-s -w' helm.sh/helm/v3/cmd/helm@$(HELM)
 	@touch $@
 
 $(TOOLS_INSTALLED): Makefile

@@ -50,6 +50,14 @@ option.{{ $name }}={{ ternary $value (toJson $value) (kindIs "string" $value) | 
 {{- end }}
 {{- end }}
 
+{{- /* The files of the models that are served. */}}
+{{- define "djl.files" -}}
+{{- range $name, $model := .Values.models }}
+{{ $name }}.properties: |
+  {{- include "djl.settings" (dict "root" $ "name" $name "model" $model "source" (default $model.model $model.compiled)) | trim | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- /* Security of a pod and of its container: docker/README.md has the user, and /tmp as the only place for writing. */}}
 {{- define "djl.podSecurity" -}}
 automountServiceAccountToken: false
