@@ -573,7 +573,7 @@ def resolved(report: Any) -> dict[str, Any]:
 
 
 PICKED = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
-"""What the endpoint picker reads. Source: gateway-api-inference-extension 1.5, the defaults of its flags."""
+"""The names that the endpoint picker reads. Source: gateway-api-inference-extension 1.5, the defaults of its flags."""
 METRIC = re.compile(r"\b(?:djl_neuronx|vllm)[_:]\w+")
 
 
