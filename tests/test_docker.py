@@ -235,6 +235,13 @@ class TestReplay:
                 replay.in_context(left_out)
 
 
+GIT = """case $1 in
+rev-parse) echo 0ec5 ;;
+config) echo https://user:password@host/a ;;
+tag) echo "$TAG" ;;
+esac"""
+
+
 @pytest.mark.parametrize(
     ("name", "backend", "sdk"),
     [
@@ -249,7 +256,7 @@ class TestReplay:
 def test_build_gives_every_version(tmp_path, monkeypatch, name, backend, sdk):
     """The command lines of `docker build`; djl's image is built after the one that it starts from."""
     shutil.copytree(DOCKER, tmp_path / "docker")
-    for program, line in (("docker", 'echo "$*" >> "$LOG"'), ("git", "echo 0ec5")):
+    for program, line in (("docker", 'echo "$*" >> "$LOG"'), ("git", GIT)):
         path = tmp_path / "bin" / program
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{line}\n")
@@ -283,8 +290,52 @@ def test_build_gives_every_version(tmp_path, monkeypatch, name, backend, sdk):
         **expected,
         "PACKAGE_VERSION": "1.2.dev3+g0ec5",
         "REVISION": "0ec5",
+        "SOURCE": "https://host/a",
         **({"BACKEND": f"{backend}{suffix}"} if backend else {}),
     }
+
+
+def test_a_release_has_all_images(tmp_path):
+    """Printed and run: one for each SDK's file and the CPU, with and without DJL Serving; only at the wheel's tag."""
+    shutil.copytree(DOCKER, tmp_path / "docker")
+    (tmp_path / "bin").mkdir()
+    for program, text in (("docker", 'echo "$*" >> "$LOG"'), ("git", GIT)):
+        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    log = tmp_path / "log"
+    log.touch()
+
+    def release(*words, tag="v1.2"):
+        environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log), "TAG": tag}
+        command = [tmp_path / "docker/release.sh", *words]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+    assert "run make release" in release().stderr
+    (tmp_path / "dist").mkdir()
+    for platform in ("any", "manylinux_2_17_x86_64"):
+        (tmp_path / f"dist/djl_python_neuronx-1.2-py3-none-{platform}.whl").touch()
+    refused = release(tag="v1.1")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "has no tag v1.2" in refused.stderr
+
+    printed = release("--dry-run", "registry/x")
+    assert printed.returncode == 0, printed.stderr
+    assert not log.read_text()
+    images = ["cpu", "nxdi-sdk2.24", "tnx-sdk2.25", "nxdi-sdk2.28", "nxdi-sdk2.31"]
+    assert {path.name for path in DOCKER.glob("sdk-*")} == {
+        f"sdk-{image.rpartition('sdk')[2]}.env" for image in images[1:]
+    }
+    images = [f"{prefix}{image}" for image in images for prefix in ("", "djl-")]
+    tags = [f"tag djl-python-neuronx:{image} registry/x:1.2-{image}" for image in images]
+    lines = printed.stdout.splitlines()
+    assert [line.removeprefix("docker ") for line in lines if "docker tag" in line] == tags
+
+    ran = release("registry/x")
+    assert (ran.returncode, ran.stdout.splitlines()) == (0, lines), ran.stderr
+    done = log.read_text().splitlines()
+    assert [line for line in done if line.startswith("tag ")] == tags
+    built = [line.split()[4] for line in done if line.startswith("build ")]
+    assert built == [f"djl-python-neuronx:{image}" for image in images]
 
 
 @pytest.mark.parametrize(

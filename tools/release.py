@@ -1,0 +1,196 @@
+"""The files of a release, in dist/: `python -m tools.release [--snapshot]`, which `make release` runs.
+
+A wheel with the sampler's kernel for this machine's architecture, one without it for all others, the sdist, of which
+both are built, SBOMs in CycloneDX, a provenance in SLSA's form and SHA256SUMS. The wheels and the sdist are the same
+bytes wherever the same commit is built with the versions that the provenance lists. It needs Linux, git and the
+packages of `make release`; pip downloads what the package depends on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GLIBC = "2.17"
+"""The oldest C library that the kernel runs with; llguidance's wheels need 2.31, so no user has an older one."""
+EXTRAS = ("cpu", "server", "s3", "otel", "check")
+"""Extras of the SBOM: those that serve."""
+BUILDERS = ("auditwheel", "build", "hatch-vcs", "hatchling", "ziglang")
+"""Packages whose versions decide on the bytes."""
+BUILD_TYPE = "urn:djl-python-neuronx:make-release:1"
+
+
+class ReleaseError(Exception):
+    """The checkout, or a step of a release, is not what a release needs; the message is for the maintainer."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The commit of a release."""
+
+    commit: str
+    tag: str
+    """Empty for a snapshot of a commit without one."""
+
+    epoch: str
+    """The commit's time, in seconds since 1970, for the files in archives."""
+
+
+def source(root: Path, *, is_snapshot: bool) -> Source:
+    """Read the commit of a checkout. Raises `ReleaseError` if it is changed or has no tag, unless for a snapshot."""
+    changed = _git(root, "status", "--porcelain")
+    tag = _git(root, "tag", "--list", "v[0-9]*", "--points-at", "HEAD").partition("\n")[0]
+    if changed and not is_snapshot:
+        message = f"the checkout has changes; commit or remove them, or give --snapshot:\n{changed}"
+        raise ReleaseError(message)
+    if not tag and not is_snapshot:
+        message = "the commit has no tag v1.2.3; make one (docs/releasing.md), or give --snapshot"
+        raise ReleaseError(message)
+    heading = rf"^## {re.escape(tag[1:])} - \d{{4}}-\d\d-\d\d$"
+    if tag and not re.search(heading, (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.M):
+        message = f"CHANGELOG.md has no line '## {tag[1:]} - YYYY-MM-DD' for the tag {tag}"
+        raise ReleaseError(message)
+    return Source(_git(root, "rev-parse", "HEAD"), tag, _git(root, "log", "-1", "--format=%ct"))
+
+
+def _git(root: Path, *arguments: str) -> str:
+    ran = subprocess.run(  # noqa: S603
+        ["git", "-C", str(root), *arguments],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        message = f"git {shlex.join(arguments)}: {ran.stderr.strip()}"
+        raise ReleaseError(message)
+    return ran.stdout.strip()
+
+
+def build(root: Path, folder: Path, environ: Mapping[str, str]) -> None:
+    """Build sdist and wheels of a checkout into a folder; the wheels from the sdist."""
+    machine = platform.machine()
+    compiler = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
+    _python("build", "--no-isolation", "--sdist", "--outdir", str(folder), str(root), env=environ)
+    (sdist,) = map(str, folder.glob("*.tar.gz"))
+    wheel = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
+    pure = {**environ, "DJL_NEURONX_NATIVE": "0"}
+    _python(*wheel, str(folder), sdist, env=pure)
+    with tempfile.TemporaryDirectory() as own:
+        native = {**environ, "DJL_NEURONX_NATIVE": "", "CC": compiler}
+        _python(*wheel, own, sdist, env=native)
+        (made,) = map(str, Path(own).iterdir())
+        name = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+        repair = ("auditwheel", "repair", "--only-plat", "--plat", name, "--wheel-dir")
+        _python(*repair, str(folder), made, env=environ)
+
+
+def write_sboms(folder: Path, environ: Mapping[str, str], pip: Sequence[str]) -> None:
+    """Install the wheel with and without its extras into new environments, and list what each of them has."""
+    (wheel,) = folder.glob("*manylinux*.whl")
+    stem = wheel.name.partition("-py3-")[0]
+    for name, extras in (("", ""), ("-extras", f"[{','.join(EXTRAS)}]")):
+        with tempfile.TemporaryDirectory() as own:
+            _python("venv", "--without-pip", own, env=environ)
+            python = f"{own}/bin/python"
+            install = ("--python", python, "install", "--quiet", *pip, f"{wheel}{extras}")
+            _python("pip", *install, env=environ)
+            output = str(folder / f"{stem}{name}.cdx.json")
+            listed = ("environment", "--output-reproducible", "--output-file", output, python)
+            _python("cyclonedx_py", *listed, env=environ)
+
+
+def _python(module: str, *arguments: str, env: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", module, *arguments]
+    if subprocess.run(command, env=env, check=False).returncode:  # noqa: S603
+        message = f"failed: {shlex.join(command)}"
+        raise ReleaseError(message)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a folder, by name."""
+    files = sorted(folder.iterdir())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def provenance(given: Source, subjects: Mapping[str, str]) -> dict[str, Any]:
+    """The in-toto statement of how files were made: SLSA's provenance, version 1, without a signature."""
+    reference = f"@refs/tags/{given.tag}" if given.tag else ""
+    tools = [f"pkg:pypi/{name}@{metadata.version(name)}" for name in BUILDERS]
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": name, "digest": {"sha256": sha}} for name, sha in subjects.items()],
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {"command": "make release", "tag": given.tag},
+                "internalParameters": {
+                    "SOURCE_DATE_EPOCH": given.epoch,
+                    "machine": platform.machine(),
+                    "python": platform.python_version(),
+                },
+                "resolvedDependencies": [
+                    {
+                        "uri": f"git+djl-python-neuronx{reference}",
+                        "digest": {"gitCommit": given.commit},
+                    },
+                    *({"uri": tool} for tool in tools),
+                ],
+            },
+            "runDetails": {"builder": {"id": BUILD_TYPE}},
+        },
+    }
+
+
+def write(given: Source, folder: Path) -> None:
+    """Write provenance and checksums of a folder's files."""
+    (wheel,) = folder.glob("*manylinux*.whl")
+    name = f"{wheel.name.partition('-py3-')[0]}.intoto.json"
+    statement = provenance(given, digests(folder))
+    (folder / name).write_text(json.dumps(statement, indent=1) + "\n", encoding="utf-8")
+    lines = [f"{sha}  {name}\n" for name, sha in digests(folder).items()]
+    (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Make a release; returns the exit status."""
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    try:
+        given = source(ROOT, is_snapshot=arguments.snapshot)
+        environ["SOURCE_DATE_EPOCH"] = given.epoch
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(own)
+            build(ROOT, folder, environ)
+            files = [str(path) for path in folder.iterdir()]
+            _python("twine", "check", "--strict", *files, env=environ)
+            write_sboms(folder, environ, shlex.split(arguments.pip_args))
+            write(given, folder)
+            shutil.rmtree(ROOT / "dist", ignore_errors=True)
+            shutil.copytree(folder, ROOT / "dist")
+    except ReleaseError as error:
+        sys.stderr.write(f"tools.release: {error}\n")
+        return 1
+    sys.stdout.write((ROOT / "dist" / "SHA256SUMS").read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
+    parser.add_argument("--snapshot", action="store_true", help="of a commit without a tag, or with changes")
+    parser.add_argument("--pip-args", default="", help="for the installation of which the SBOMs are made")
+    sys.exit(main(parser.parse_args()))
