@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import audit
+from tools import audit, release
 
 pytest.importorskip("hatch_vcs", reason="needs the `dev` extra")
 if not shutil.which("git"):
@@ -36,7 +39,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 def hatchling(folder: Path, *arguments: str, **environ: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "hatchling", *arguments]
-    own = {**os.environ, "DJL_NEURONX_NATIVE": "", **environ}
+    own = {**os.environ, "DJL_NEURONX_NATIVE": "", "SOURCE_DATE_EPOCH": "1795000000", **environ}
     ran = subprocess.run(
         command, cwd=folder, env=own, capture_output=True, text=True, timeout=120, check=False
     )
@@ -132,6 +135,129 @@ def test_the_version_is_the_tags_wherever_it_is_built(built: Path, tmp_path: Pat
     assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", hatchling(checkout, "version"))
     git(tmp_path, "clone", "-q", "--depth=1", checkout.as_uri(), str(shallow))
     assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", hatchling(shallow, "version"))
+
+
+def test_the_same_commit_gives_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    """In another folder, with other times and modes of files."""
+
+    def digests(folder: Path) -> dict[str, str]:
+        files = (path for path in folder.iterdir() if path.suffix in {".whl", ".gz"})
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    other = tmp_path / "other"
+    command = ("umask 077; git clone -q", shlex.quote(str(built.parent)), shlex.quote(str(other)))
+    subprocess.run(["sh", "-c", " ".join(command)], check=True)
+    hatchling(other, "build", "-d", str(other / "dist"))
+    assert len(digests(built)) == 2
+    assert digests(other / "dist") == digests(built)
+
+
+def test_a_release_is_of_a_tag_without_changes(tmp_path: Path) -> None:
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text("## Unreleased\n\n## 1.2.3 - 2026-12-31\n")
+    repository(tmp_path, [])
+
+    def refused() -> str:
+        with pytest.raises(release.ReleaseError) as error:
+            release.source(tmp_path, is_snapshot=False)
+        return str(error.value)
+
+    assert "has no tag" in refused()
+    snapshot = release.source(tmp_path, is_snapshot=True)
+    assert snapshot.tag == ""
+    git(tmp_path, "tag", "v1.2.4")
+    assert "CHANGELOG.md has no line '## 1.2.4 - " in refused()
+    git(tmp_path, "tag", "-d", "v1.2.4")
+    git(tmp_path, "tag", "v1.2.3")
+    found = release.source(tmp_path, is_snapshot=False)
+    assert (found.commit, found.tag) == (git(tmp_path, "rev-parse", "HEAD").strip(), "v1.2.3")
+    assert found.epoch == git(tmp_path, "show", "-s", "--format=%ct").strip()
+    (tmp_path / "new.py").touch()
+    assert "new.py" in refused()
+    (tmp_path / "new.py").unlink()
+    changelog.write_text("")
+    assert "the checkout has changes" in refused()
+    with pytest.raises(release.ReleaseError, match="not a git repository"):
+        release.source(Path("/"), is_snapshot=True)
+
+
+def assert_described(folder: Path, commit: str, tag: str) -> None:
+    """SHA256SUMS is one of coreutils, and the statement is SLSA's: https://slsa.dev/spec/v1.0/provenance."""
+    command = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    subprocess.run(command, cwd=folder, check=True)
+    listed = {line[66:] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    assert listed == {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
+    (path,) = folder.glob("*.intoto.json")
+    statement = json.loads(path.read_text())
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    assert {one["name"] for one in statement["subject"]} == listed - {path.name}
+    for one in statement["subject"]:
+        content = (folder / one["name"]).read_bytes()
+        assert one["digest"] == {"sha256": hashlib.sha256(content).hexdigest()}
+    definition = statement["predicate"]["buildDefinition"]
+    assert ":" in definition["buildType"]
+    assert ":" in statement["predicate"]["runDetails"]["builder"]["id"]
+    assert definition["externalParameters"]["tag"] == tag
+    sources = [one for one in definition["resolvedDependencies"] if "digest" in one]
+    assert [one["digest"] for one in sources] == [{"gitCommit": commit}]
+
+
+def test_provenance_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "BUILDERS", ("pytest",))  # the others are the releaser's
+    (tmp_path / "djl_python_neuronx-1.2.3-py3-none-manylinux_2_17_x86_64.whl").write_bytes(b"a")
+    (tmp_path / "djl_python_neuronx-1.2.3.tar.gz").write_bytes(b"b")
+    release.write(release.Source("c" * 40, "v1.2.3", "1"), tmp_path)
+    assert_described(tmp_path, "c" * 40, "v1.2.3")
+
+
+@pytest.mark.nightly
+def test_a_release_by_its_command(tracked: list[str], tmp_path: Path) -> None:
+    """Version 0.1.0 of a clone, as docs/releasing.md makes it; the wheels of two builds are the same bytes."""
+    checkout = repository(tmp_path / "checkout", tracked)
+    git(checkout, "tag", "v0.1.0")
+    commit = git(checkout, "rev-parse", "HEAD").strip()
+    pip_args = os.environ.get("PIP_ARGS", "")
+    command = ["make", "release", f"PYTHON={sys.executable}", f"PIP_ARGS={pip_args}"]
+    subprocess.run(command, cwd=checkout, check=True, timeout=1800)
+    dist = checkout / "dist"
+    assert_described(dist, commit, "v0.1.0")
+    names = {path.name for path in dist.iterdir()}
+    stem = "djl_python_neuronx-0.1.0"
+    machine = sysconfig.get_platform().rpartition("-")[2]
+    wheel = f"{stem}-py3-none-manylinux2014_{machine}.manylinux_2_17_{machine}.whl"
+    made = {f"{stem}-py3-none-any.whl", wheel, f"{stem}.tar.gz"}
+    boms = {f"{stem}.cdx.json", f"{stem}-extras.cdx.json"}
+    assert names == made | boms | {f"{stem}.intoto.json", "SHA256SUMS"}
+    components = {}
+    for name in boms:
+        bom = json.loads((dist / name).read_text())
+        assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == (
+            "CycloneDX",
+            "djl-python-neuronx",
+        )
+        assert "file:" not in (dist / name).read_text()
+        components[name] = {one["name"].lower() for one in bom["components"]}
+    assert {"transformers", "djl-python-neuronx"} <= components[f"{stem}.cdx.json"]
+    added = components[f"{stem}-extras.cdx.json"] - components[f"{stem}.cdx.json"]
+    assert {"torch", "uvicorn", "boto3", "opentelemetry-sdk", "rich"} <= added
+
+    other = tmp_path / "other"
+    git(tmp_path, "clone", "-q", checkout.as_uri(), str(other))
+    script = (
+        "import os, sys, pathlib, tools.release as r;"
+        "os.umask(0o022); (to := pathlib.Path(sys.argv[1])).mkdir();"
+        "own = {**os.environ, 'SOURCE_DATE_EPOCH': r.source(r.ROOT, is_snapshot=False).epoch};"
+        "r.build(r.ROOT, to, own)"
+    )
+    tools = checkout / ".venv-tools" / "bin"
+    environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(other)}
+    environ["ZIG_GLOBAL_CACHE_DIR"] = str(tmp_path / "zig")
+    again = tmp_path / "again"
+    command = [str(tools / "python"), "-c", script, str(again)]
+    subprocess.run(command, cwd=other, env=environ, check=True, timeout=600)
+    assert {path.name for path in again.iterdir()} == made
+    assert all((again / name).read_bytes() == (dist / name).read_bytes() for name in made)
 
 
 def test_each_release_is_in_the_changelog() -> None:

@@ -84,7 +84,8 @@ def _git(root: Path, *arguments: str) -> str:
 def build(root: Path, folder: Path, environ: Mapping[str, str]) -> None:
     """Build sdist and wheels of a checkout into a folder; the wheels from the sdist."""
     machine = platform.machine()
-    compiler = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
+    # -s: debug information, which clang of zig writes by itself, has the paths of the builder.
+    compiler = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC} -g0 -s"
     _python("build", "--no-isolation", "--sdist", "--outdir", str(folder), str(root), env=environ)
     (sdist,) = map(str, folder.glob("*.tar.gz"))
     wheel = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
@@ -101,17 +102,32 @@ def build(root: Path, folder: Path, environ: Mapping[str, str]) -> None:
 
 def write_sboms(folder: Path, environ: Mapping[str, str], pip: Sequence[str]) -> None:
     """Install the wheel with and without its extras into new environments, and list what each of them has."""
-    (wheel,) = folder.glob("*manylinux*.whl")
-    stem = wheel.name.partition("-py3-")[0]
+    stem = _stem(folder)
+    version = stem.partition("-")[2]
     for name, extras in (("", ""), ("-extras", f"[{','.join(EXTRAS)}]")):
         with tempfile.TemporaryDirectory() as own:
             _python("venv", "--without-pip", own, env=environ)
             python = f"{own}/bin/python"
-            install = ("--python", python, "install", "--quiet", *pip, f"{wheel}{extras}")
-            _python("pip", *install, env=environ)
+            # By name: an SBOM has the path of a wheel that was installed by it.
+            wanted = ("--find-links", str(folder), f"djl-python-neuronx{extras}=={version}")
+            _python("pip", "--python", python, "install", "--quiet", *pip, *wanted, env=environ)
             output = str(folder / f"{stem}{name}.cdx.json")
-            listed = ("environment", "--output-reproducible", "--output-file", output, python)
+            root = ("--pyproject", str(ROOT / "pyproject.toml"))
+            listed = (
+                "environment",
+                "--output-reproducible",
+                *root,
+                "--output-file",
+                output,
+                python,
+            )
             _python("cyclonedx_py", *listed, env=environ)
+
+
+def _stem(folder: Path) -> str:
+    """The part of the files' names that all share: name and version."""
+    (wheel,) = folder.glob("*manylinux*.whl")
+    return wheel.name.partition("-py3-")[0]
 
 
 def _python(module: str, *arguments: str, env: Mapping[str, str]) -> None:
@@ -159,10 +175,10 @@ def provenance(given: Source, subjects: Mapping[str, str]) -> dict[str, Any]:
 
 def write(given: Source, folder: Path) -> None:
     """Write provenance and checksums of a folder's files."""
-    (wheel,) = folder.glob("*manylinux*.whl")
-    name = f"{wheel.name.partition('-py3-')[0]}.intoto.json"
     statement = provenance(given, digests(folder))
-    (folder / name).write_text(json.dumps(statement, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{_stem(folder)}.intoto.json").write_text(
+        json.dumps(statement, indent=1) + "\n", encoding="utf-8"
+    )
     lines = [f"{sha}  {name}\n" for name, sha in digests(folder).items()]
     (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
@@ -170,6 +186,7 @@ def write(given: Source, folder: Path) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Make a release; returns the exit status."""
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    os.umask(0o022)  # auditwheel keeps the modes of folders
     try:
         given = source(ROOT, is_snapshot=arguments.snapshot)
         environ["SOURCE_DATE_EPOCH"] = given.epoch
@@ -191,6 +208,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
-    parser.add_argument("--snapshot", action="store_true", help="of a commit without a tag, or with changes")
-    parser.add_argument("--pip-args", default="", help="for the installation of which the SBOMs are made")
+    parser.add_argument(
+        "--snapshot", action="store_true", help="of a commit without a tag, or with changes"
+    )
+    parser.add_argument(
+        "--pip-args", default="", help="for the installation of which the SBOMs are made"
+    )
     sys.exit(main(parser.parse_args()))

@@ -7,17 +7,12 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import boto3
 import pytest
 from botocore import xform_name
 from botocore.session import get_session
 from moto import mock_aws
-from moto.applicationautoscaling import responses
-from moto.sagemaker.exceptions import ValidationError
-from moto.sagemaker.models import FakeEndpointConfig
-from moto.sagemaker.responses import SageMakerResponse
 
 from deploy.sagemaker import __main__ as deploy
 from deploy.sagemaker import calls as aws
@@ -26,6 +21,7 @@ from djl_python_neuronx.config.findings import Problems
 from djl_python_neuronx.config.resolve import read_settings
 from djl_python_neuronx.planning import machines
 from djl_python_neuronx.telemetry import METRICS
+from tests.doubles import moto_sagemaker
 
 MODELS = Path(__file__).parents[1] / "planning" / "models"
 ACCOUNT, REGION, NAME = "123456789012", "us-east-2", "chat"
@@ -51,25 +47,15 @@ def folder(tmp_path):
 
 
 def refuse(monkeypatch, operation, message):
-    """Answer an operation of SageMaker as it answers what it refuses."""
-
-    def answer(_):
-        raise ValidationError(message)
-
-    monkeypatch.setattr(SageMakerResponse, operation, answer, raising=False)
+    """An error of moto's answer to an operation."""
+    moto_sagemaker.refuse(operation, message, monkeypatch.setattr)
 
 
 @pytest.fixture
 def moto(monkeypatch):
-    """Moto, with what it lacks: newer names, and the answer about an inference component that does not exist."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
-    monkeypatch.setattr(FakeEndpointConfig, "validate_instance_type", lambda *_: None)
-    copies = SimpleNamespace(value="sagemaker:inference-component:DesiredCopyCount")
-    known = [*responses.ScalableDimensionValueSet, copies]
-    monkeypatch.setattr(responses, "ScalableDimensionValueSet", known)
-    for operation in ("delete_inference_component", "describe_inference_component"):
-        refuse(monkeypatch, operation, 'Could not find inference component "chat".')
+    moto_sagemaker.complete(monkeypatch.setattr)
     with mock_aws():
         yield
 

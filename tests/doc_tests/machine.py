@@ -133,14 +133,13 @@ def _hub() -> str:
 
 
 def _s3(uris: list[str]) -> dict[str, str]:
-    """Start moto, with what it lacks: newer instance types, updates of endpoints; variables that lead to it."""
+    """Start moto; variables that lead to it."""
     import boto3
-    from moto.sagemaker.models import FakeEndpointConfig
-    from moto.sagemaker.responses import SageMakerResponse
     from moto.server import ThreadedMotoServer
 
-    FakeEndpointConfig.validate_instance_type = lambda *_: None
-    SageMakerResponse.update_endpoint = lambda _: "{}"
+    from tests.doubles import moto_sagemaker
+
+    moto_sagemaker.complete()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     environ = {
