@@ -797,12 +797,16 @@ CONTRADICTIONS = {
     ("models.llama-3\\.2-3b.options.pipeline_parallel_degree=2",): "take 4 NeuronCores",
     (
         'instanceType="inf2.24xlarge"',
+        'resource="neuroncore"',
+    ): "2 of the 12 aws.amazon.com/neuroncore of .*set schedulerName",
+    (
+        'instanceType="inf2.24xlarge"',
         "models.llama-3\\.2-3b.options.replicas=2",
-    ): "2 of the 6 devices .*set schedulerName",
+    ): "2 of the 6 aws.amazon.com/neuron of .*set schedulerName",
     (
         'instanceType="trn1.32xlarge"',
         "models.llama-3\\.2-3b.options.replicas=3",
-    ): "3 devices .*1, 4, 8 or all",
+    ): "3 of the 16 .*1, 4, 8 or all",
     ('autoscaling={"by": "hpa", "minReplicas": 0}',): "an HPA keeps one pod",
     ('autoscaling={"by": "keda", "minReplicas": 0}',): "set autoscaling.wake.query",
     ('autoscaling={"by": "keda", "minReplicas": 5}',): "above autoscaling.maxReplicas",

@@ -29,14 +29,16 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   {{- fail (printf "the models take %d NeuronCores (degree x copies; %s), and %s has %d: lower options.replicas or options.tensor_parallel_degree, or set instanceType to a larger one" $cores (join ", " $shown) .root.Values.instanceType $all) }}
 {{- end }}
 {{- $devices := div (add $cores (sub (int $instance.coresPerDevice) 1)) (int $instance.coresPerDevice) }}
-{{- $some := lt $devices (int $instance.devices) }}
-{{- if and $some (hasPrefix "trn1" .root.Values.instanceType) (not (has (int $devices) (list 1 4 8))) }}
-  {{- fail (printf "the models take %d devices (%s), and of the 16 of %s the Neuron scheduler gives a pod 1, 4, 8 or all: change options.replicas" $devices (join ", " $shown) .root.Values.instanceType) }}
+{{- $amount := ternary $devices $cores (eq .root.Values.resource "neuron") | int }}
+{{- $whole := ternary (int $instance.devices) (int $all) (eq .root.Values.resource "neuron") | int }}
+{{- $what := printf "the models take %d of the %d aws.amazon.com/%s of %s (%s)" $amount $whole .root.Values.resource .root.Values.instanceType (join ", " $shown) }}
+{{- if and (lt $amount $whole) (hasPrefix "trn1" .root.Values.instanceType) (not (has (int $devices) (list 1 4 8))) }}
+  {{- fail (printf "%s: on Trn1 the Neuron scheduler gives a pod 1, 4, 8 or all 16 devices; change options.replicas" $what) }}
 {{- end }}
-{{- if and $some (gt $devices 1) (not .root.Values.schedulerName) }}
-  {{- fail (printf "the models take %d of the %d devices of %s: set schedulerName to the Neuron scheduler (my-scheduler), which gives a pod neighbouring ones, or options.replicas so that they take all" $devices (int $instance.devices) .root.Values.instanceType) }}
+{{- if and (lt $amount $whole) (gt $amount 1) (not .root.Values.schedulerName) }}
+  {{- fail (printf "%s: set schedulerName to the Neuron scheduler (my-scheduler), which gives a pod neighbouring ones, or options.replicas so that they take all" $what) }}
 {{- end -}}
-aws.amazon.com/{{ .root.Values.resource }}: {{ ternary $devices $cores (eq .root.Values.resource "neuron") }}
+aws.amazon.com/{{ .root.Values.resource }}: {{ $amount }}
 {{- end }}
 
 {{- /* The properties file of a model. Values: text as it is, others as JSON; a backslash is an escape there. */}}
