@@ -791,6 +791,11 @@ REFUSED = {
 """Settings that the schema refuses, to the name in its message."""
 CONTRADICTIONS = {
     (
+        """models.llama-3-2-3b={"model": "a/b", "compiled": "s3://b/c", "options": {"tensor_parallel_degree": 2}}""",
+        'instanceType="inf2.24xlarge"',
+        'schedulerName="my-scheduler"',
+    ): "two models have the Job llm-compile-llama-3-2-3b",
+    (
         "models.llama-3\\.2-3b.options.replicas=2",
     ): "take 4 NeuronCores .*llama-3.2-3b: 2 x 2.* inf2.xlarge has 2: lower",
     ("models.llama-3\\.2-3b.options.draft_model_tp_size=4",): "take 4 NeuronCores",
