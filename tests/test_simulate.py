@@ -16,7 +16,9 @@ from djl_python_neuronx.planning.step_times import step_times
 from djl_python_neuronx.simulation import Arrival, summarise
 
 DOCS = Path(__file__).parents[1] / "docs"
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+NAMES = re.compile(r">([^<>]+)</text>")
+ENDS = re.compile(r'H([\d.]+)V[\d.]+" fill="none"')
+"""The ends of curves, in pixels from the left."""
 
 
 def _arguments(*words: str) -> Namespace:
@@ -55,23 +57,22 @@ def test_poisson_arrivals_lose_nothing(rows) -> None:
 
 
 def test_the_documentation_has_these_figures_and_pictures(rows, tmp_path_factory) -> None:
+    """About: other estimates of the step times move them a little."""
     text = (DOCS / "simulation.md").read_text()
-    for (arrivals, policy), row in rows.items():
-        figures = (
-            row[f"{name}_ms"] for name in ("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "stall")
-        )
-        cells = [arrivals, policy, f"{row['tokens_per_s']:.0f}", *(f"{one:.0f}" for one in figures)]
-        assert f"| {' | '.join(cells)} |" in text
+    for key, row in rows.items():
+        names = ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "stall_ms")
+        (line,) = re.findall(rf"^\| {key[0]} \| {key[1]} \| (.*) \|$", text, re.MULTILINE)
+        kept = [*map(float, line.split(" | "))]
+        assert kept == pytest.approx([row[name] for name in ("tokens_per_s", *names)], rel=0.1), key
     for name in ("bursty", "poisson"):
         made, kept = (
             (folder / f"simulation-{name}.svg").read_text()
             for folder in (tmp_path_factory.getbasetemp(), DOCS)
         )
-        assert NUMBER.sub("", made) == NUMBER.sub("", kept), (
-            "run benchmarks/simulate.py --plots docs"
-        )
-        places, known = ([*map(float, NUMBER.findall(one))] for one in (made, kept))
-        assert places == pytest.approx(known, abs=0.5)
+        assert NAMES.findall(made) == NAMES.findall(kept)
+        assert ENDS.findall(made), "no curves"
+        found, known = ([*map(float, ENDS.findall(one))] for one in (made, kept))
+        assert found == pytest.approx(known, abs=10), "run benchmarks/simulate.py --plots docs"
 
 
 @dataclass
