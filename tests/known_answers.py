@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def shown() -> list[tuple[str, dict[str, str], dict[str, Any], list[Any]]]:
     """Each curl's path, header and body with the lines that the README shows; a long one goes on behind a blank."""
-    (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    (block,) = re.findall(r"```console\n(\$ curl .*?)```", README, re.DOTALL)
     found = []
     for part in block.split("$ curl ")[1:]:
         command, *lines = part.strip().replace("\n ", "").splitlines()

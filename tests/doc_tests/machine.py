@@ -8,6 +8,7 @@ the tables below name them. It needs `unshare`, and root or user namespaces.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -44,8 +45,8 @@ HUB_MODELS = {
 """Models of the hub → a config.json of `tests/planning/models`; None: the example model."""
 BUCKETS = r"s3://[\w.-]+/[\w./-]+"
 """URIs that a page names: each has the configuration of Llama 3 8B."""
-WHEEL = "djl_python_neuronx-0.1.0-py3-none-any.whl"
-"""The wheel of `make dist`: a name alone, because `pip` only looks at it."""
+WHEEL = "djl_python_neuronx-1.2.3-py3-none-any.whl"
+"""The wheel in dist/: a name alone, because `pip` only looks at it. Its version is the one that docs/releasing.md tags."""
 
 _NO_COPY = ("/proc", "/sys", "/dev")
 
@@ -102,6 +103,8 @@ def furnish(text: str) -> dict[str, str]:
         "COLUMNS": "120",
         "OMP_NUM_THREADS": "1",
         "OPENAI_API_KEY": "none",
+        "GIT_COMMITTER_NAME": "reader",
+        "GIT_COMMITTER_EMAIL": "reader@example.org",
     }
     for folder in re.findall(FOLDERS, text):
         write_model(Path(folder.rstrip(".")))
@@ -188,6 +191,8 @@ def _write_environment() -> None:
     for path in (ROOT / "dist").iterdir():
         path.unlink()
     (ROOT / "dist" / WHEEL).touch()
+    sums = f"{hashlib.sha256(b'').hexdigest()}  {WHEEL}\n"
+    (ROOT / "dist" / "SHA256SUMS").write_text(sums)
     (ROOT / ".venv" / "bin" / "activate").write_text("")
     (ROOT / ".venv" / "bin" / "djl-neuronx").unlink(missing_ok=True)
     (ROOT / ".venv" / "bin" / "djl-neuronx").symlink_to(PROGRAMS / "djl-neuronx")
