@@ -46,7 +46,7 @@ HUB_MODELS = {
 BUCKETS = r"s3://[\w.-]+/[\w./-]+"
 """URIs that a page names: each has the configuration of Llama 3 8B."""
 WHEEL = "djl_python_neuronx-1.2.3-py3-none-any.whl"
-"""The wheel in dist/: a name alone, because `pip` only looks at it. Its version is the one that docs/releasing.md tags."""
+"""The wheel in dist/: a name alone, because `pip` only looks at it. The version is the tag's in docs/releasing.md."""
 
 _NO_COPY = ("/proc", "/sys", "/dev")
 
