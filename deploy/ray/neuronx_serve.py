@@ -161,7 +161,7 @@ def _deployment(one: ModelSettings, plan: _Plan, settings: Settings) -> serve.Ap
         actor["resources"] = {**actor.get("resources", {}), "neuron_cores": plan.cores}
     ongoing = slots + plan.copies * options.max_waiting
     deployment = Replica.options(
-        name=options.model_names[0],
+        name=options.model_names[0].replace("/", "--"),  # Ray names files after it
         ray_actor_options=actor,
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
@@ -242,12 +242,9 @@ class Replica:
 class _Answer:
     """The app's side of a request: an ASGI connection whose messages are taken in batches."""
 
-    MOST = 1024
-    """Messages that wait to be taken; then the app waits, as for a client that does not read."""
-
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(self.MOST)
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
 
     async def run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
         """Run the app."""
@@ -256,7 +253,7 @@ class _Answer:
             with suppress(Exception):  # the app has logged it
                 await app({**scope, "state": state}, self._receive, self._messages.put)
         finally:
-            await self._messages.put(None)
+            self._messages.put_nowait(None)
 
     async def batches(self) -> AsyncIterator[list[Message]]:
         """The messages until the end, as many at once as are there."""
@@ -276,8 +273,7 @@ class _Answer:
         return await asyncio.Future()  # a client that leaves cancels the task
 
     def _write_parts(self, parts: Iterable[bytes]) -> bool:
-        if self._messages.full():
-            return False
+        """See `LimitedProtocol`. Ray takes all messages at once, however slowly the client reads."""
         if data := b"".join(parts):
             self._messages.put_nowait(
                 {"type": "http.response.body", "body": data, "more_body": True}
@@ -328,14 +324,12 @@ class Gateway:
         Raises:
             ServingError: it names none, or no replica takes it.
         """
-        name, payload = request.path_params.get("model"), {}
+        name, payload, begun = request.path_params.get("model"), {}, ""
         named = name is not None or len(self._replicas) == 1
         async with self._application.bodies.read(request, self._application.max_body_bytes) as body:
             if request.method == "POST":
                 try:
-                    payload = await asyncio.to_thread(
-                        decode, body, request.headers, request.url.path
-                    )
+                    payload, begun = await asyncio.to_thread(_read, request, body)
                 except RequestError:
                     if not named:
                         raise  # else the replica judges it: a formatter of `model.py` may take any body
@@ -344,10 +338,9 @@ class Gateway:
             if not named:
                 name = name or named_model(payload, self._application.model_names)
             replicas = self._replicas[self._application.find(name)]
-            handle = replicas.options(stream=True, method_name="ask", session_id=beginning(payload))
-            answer = _Passed(handle.remote(_scope(request), body), request.url.path)
-            await answer.begin(self._accept_s)
-        return answer
+            handle = replicas.options(stream=True, method_name="ask", session_id=begun)
+            messages = handle.remote(_scope(request), body)
+        return _Passed(messages, request.url.path, self._accept_s)
 
     async def _metrics(self, request: Request) -> Response:
         """The metrics of all replicas, with the label `replica`."""
@@ -403,23 +396,47 @@ class Gateway:
 class _Passed:
     """An answer of a replica on its way to the client, as an ASGI app."""
 
-    def __init__(self, messages: DeploymentResponseGenerator, path: str) -> None:
-        self._messages, self._path = messages, path
-        self._first: list[Message] = []
+    def __init__(self, messages: DeploymentResponseGenerator, path: str, accept_s: float) -> None:
+        self._messages, self._path, self._accept_s = messages, path, accept_s
         self._kind = ""
         """The content type, once the answer has begun."""
         self._complete = False
 
-    async def begin(self, accept_s: float) -> None:
-        """Wait for a replica, then for the head of its answer.
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer until its end, or until the client leaves, which a header of Ray hides from its proxy.
 
         Raises:
-            ServingError: no replica takes the request, or it has ended. It is not given to another one: a request that
-                ends a process would end them all.
+            ServingError: no replica takes the request, or it ends before the answer has begun.
+        """
+        answer, left = asyncio.create_task(self._answer(send)), asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            left.cancel()
+            answer.cancel()
+
+    async def _answer(self, send: Send) -> None:
+        try:
+            await self._send(await self._first(), send)
+            with suppress(*_ENDS):
+                while not self._complete:
+                    await self._send(await anext(self._messages), send)
+        finally:
+            if not self._complete:
+                self._messages.cancel()
+        if not self._complete:
+            await self._break_off(send)
+
+    async def _first(self) -> list[Message]:
+        """The head of the answer.
+
+        A request is not given to a second replica: one that ends a process would end them all.
         """
         try:
-            await asyncio.wait_for(anext(self._messages), accept_s)
-            self._first = await anext(self._messages)
+            await asyncio.wait_for(anext(self._messages), self._accept_s)
+            return await anext(self._messages)
         except BackPressureError as error:
             msg = "all replicas have as many requests as may wait; send it again later"
             raise QueueFullError(msg) from error
@@ -427,26 +444,13 @@ class _Passed:
             msg = "the replicas of this model cannot be started; their log has the reason"
             raise BackendUnavailableError(msg) from error
         except asyncio.TimeoutError as error:
-            msg = f"no replica takes the request within {accept_s:g} s (accept_s); send it again"
+            msg = f"no replica takes the request within {self._accept_s:g} s (accept_s); send it again"
             raise BackendUnavailableError(msg) from error
         except _ENDS as error:
             raise BackendUnavailableError(_ENDED) from error
-        finally:
-            if not self._first:
-                self._messages.cancel()
 
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the answer. One that breaks off ends with an error, or without the end that HTTP requires."""
-        try:
-            await self._send(self._first, send)
-            with suppress(*_ENDS):
-                while not self._complete:
-                    await self._send(await anext(self._messages), send)
-        finally:
-            if not self._complete:
-                self._messages.cancel()
-        if self._complete:
-            return
+    async def _break_off(self, send: Send) -> None:
+        """End an answer with an error, or where its format has none without the end that HTTP requires."""
         part = answer_error(BackendUnavailableError(_ENDED), path=self._path)[1]
         if self._kind.startswith("text/event-stream"):
             part = b"event: error\ndata: " + part + b"\n\n"
@@ -468,9 +472,21 @@ class _Passed:
             await send(message)
 
 
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def _scope(request: Request) -> dict[str, Any]:
     """The part of an ASGI scope that can be sent to a replica."""
     return {name: request.scope[name] for name in _SENT if name in request.scope}
+
+
+def _read(request: Request, body: bytes) -> tuple[dict[str, Any], str]:
+    """The payload of a request and its prompt's beginning."""
+    payload = decode(body, request.headers, request.url.path)
+    return payload, beginning(payload)
 
 
 def beginning(payload: Mapping[str, Any]) -> str:

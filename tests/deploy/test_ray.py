@@ -6,6 +6,7 @@ model's own list of completions, that of simulated streams the number of tokens 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import openai
 import pytest
 import yaml
 
+from djl_python_neuronx.errors import ServingError
 from tests import effort, known_answers
 from tests.processes import command_line, descendants, held_port, wait_gone, wait_until
 
@@ -105,11 +107,19 @@ class Cluster:
         title = f"ray::ServeReplica:llm:{model}"
         return [pid for pid in descendants(os.getpid()) if command_line(pid)[0].startswith(title)]
 
-    def running(self, model: str) -> int:
+    def states(self, model: str) -> dict[str, int]:
+        """The number of a model's replicas in each state."""
         from ray import serve
 
-        states = serve.status().applications["llm"].deployments[model].replica_states
-        return states.get("RUNNING", 0) if set(states) <= {"RUNNING"} else 0
+        return serve.status().applications["llm"].deployments[model].replica_states
+
+    def wait_running(self, model: str, count: int) -> None:
+        """Wait until a model has so many replicas, and none that starts or stops."""
+        wait_until(
+            lambda: self.states(model) == {"RUNNING": count},
+            lambda: str(self.states(model)),
+            patience_s=300,
+        )
 
     def post(self, path: str, body: dict[str, Any], **more: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, headers=AUTHORIZED, timeout=120, **more)
@@ -164,8 +174,9 @@ def cluster() -> Iterator[Cluster]:
             yield cluster
         finally:
             pids = descendants(os.getpid())
-            with suppress(Exception):
-                serve.shutdown()
+            if ray.is_initialized():  # else it would start another cluster
+                with suppress(Exception):
+                    serve.shutdown()
             ray.shutdown()
             wait_gone(pids)
             shutil.rmtree(folder, ignore_errors=True)
@@ -237,9 +248,15 @@ def test_openais_client_reads_a_stream_as_it_comes(cluster):
 def test_a_client_that_leaves_frees_its_slot(cluster):
     body = {"model": "slow", "prompt": "1 2", "max_tokens": 400, "stream": True}
     url = cluster.url + "/v1/completions"
-    with httpx.stream("POST", url, json=body, headers=AUTHORIZED, timeout=60) as answer:
-        next(answer.iter_bytes())
-    wait_until(lambda: not sum(cluster.metric("slots_in_use", "slow").values()))
+    for more in ({}, {"x-request-disconnect-disabled": "?1"}):
+        headers = {**AUTHORIZED, **more}
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+            next(answer.iter_bytes())
+        wait_until(lambda: not sum(cluster.metric("slots_in_use", "slow").values()), patience_s=15)
+    with suppress(httpx.ReadTimeout):
+        httpx.post(url, json={**body, "stream": False}, headers=AUTHORIZED, timeout=1)
+        pytest.fail("20 s of steps are over")
+    wait_until(lambda: not sum(cluster.metric("slots_in_use", "slow").values()), patience_s=15)
 
 
 def test_a_conversation_goes_on_where_its_prefix_is(cluster):
@@ -330,7 +347,7 @@ def test_a_replica_is_killed(cluster):
     assert traffic.lost
     assert all(LOST in one for one in traffic.lost), traffic.lost
     wait_gone([victim, *its_processes])
-    wait_until(lambda: cluster.running("tiny-llama") == 2, patience_s=300)
+    cluster.wait_running("tiny-llama", 2)
     assert victim not in cluster.replicas("tiny-llama")
 
 
@@ -352,7 +369,7 @@ def test_an_update_loses_no_request(cluster):
 @pytest.mark.parametrize("stream", effort.some(["sse", None, "jsonlines"], 0))
 def test_the_only_replica_is_killed_below_a_request(cluster, stream):
     """Before the first byte it is a 503, after it an error at the stream's end."""
-    wait_until(lambda: cluster.running("slow") == 1, patience_s=120)
+    cluster.wait_running("slow", 1)
     body = {"inputs": "1 2", "parameters": {"max_new_tokens": 400}, "stream": stream is not None}
     accept = {"accept": "text/event-stream"} if stream == "sse" else {}
     url, parts = cluster.url + "/predictions/slow", []
@@ -385,7 +402,7 @@ def test_the_only_replica_is_killed_below_a_request(cluster, stream):
 @pytest.mark.nightly
 def test_replicas_follow_the_load_and_no_stream_is_lost(cluster):
     """1 to 3 replicas and back to 1, while streams run on those that are stopped."""
-    wait_until(lambda: cluster.running("slow") == 1, patience_s=120)
+    cluster.wait_running("slow", 1)
 
     def stream(prompt: int, seconds: int) -> None:
         length = seconds * 1000 // STEP_MS
@@ -395,22 +412,164 @@ def test_replicas_follow_the_load_and_no_stream_is_lost(cluster):
         assert json.loads(lines[-1])["details"]["generated_tokens"] == length
 
     def busy() -> list[float]:
+        time.sleep(0.2)
         return [one for one in cluster.metric("slots_in_use", "slow").values() if one]
 
     with ThreadPoolExecutor(40) as pool:
         # All have one home, which has four slots: the others go where there is less to do.
-        burst = [pool.submit(stream, 0, 15) for _ in range(12)]
-        wait_until(lambda: cluster.running("slow") == 3, patience_s=120)
-        burst += [pool.submit(stream, 0, 15) for _ in range(10)]
+        burst: list[Future[None]] = []
+
+        def fed(count: int) -> bool:
+            """Keep so many streams open, until there are three replicas."""
+            missing = count - sum(not one.done() for one in burst)
+            burst.extend(pool.submit(stream, 0, 10) for _ in range(missing))
+            time.sleep(0.2)
+            return cluster.states("slow") == {"RUNNING": 3}
+
+        wait_until(lambda: fed(12), patience_s=250)
+        fed(28)
         wait_until(lambda: busy() == [4.0, 4.0, 4.0])
-        last = [pool.submit(stream, number, 30) for number in range(8)]
+        processes = {pid: descendants(pid) for pid in cluster.replicas("slow")}
+        assert len(processes) == 3
+        last = [pool.submit(stream, number, 25) for number in range(8)]
         for one in burst:
             one.result()
         assert len(busy()) == 3
-        assert cluster.running("slow") == 3  # and eight streams need two
-        wait_until(lambda: cluster.running("slow") == 1, patience_s=120)
+        wait_until(lambda: cluster.states("slow").get("STOPPING", 0))
+        assert not any(one.done() for one in last)
         for one in last:
             one.result()
+        cluster.wait_running("slow", 1)
+        (kept,) = cluster.replicas("slow")
+        wait_gone(
+            [each for pid, below in processes.items() if pid != kept for each in (pid, *below)]
+        )
+
+
+class Messages:
+    """A replica's messages, as Ray gives them; an error is raised, and behind the last one nothing comes."""
+
+    def __init__(self, *steps: Any, ends: bool = True) -> None:
+        self.steps, self.ends, self.cancelled = [*steps], ends, False
+
+    async def __anext__(self) -> Any:
+        if not self.steps:
+            if not self.ends:
+                await asyncio.Event().wait()
+            raise StopAsyncIteration
+        if isinstance(step := self.steps.pop(0), BaseException):
+            raise step
+        return step
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def head(kind: str) -> dict[str, Any]:
+    headers = [(b"content-type", kind.encode()), (b"x-request-id", b"r1")]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def part(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def test_each_end_of_a_replica_is_a_503_or_an_error_that_is_seen(modules):
+    from neuronx_serve import _Passed
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+    died, full = ActorDiedError(), BackPressureError(num_queued_requests=1, max_queued_requests=1)
+    gone, away = (
+        DeploymentUnavailableError(DeploymentID("d")),
+        ActorUnavailableError("no", b"1" * 16),
+    )
+
+    def answered(messages: Messages, path: str = "/v1/completions") -> tuple[str, str]:
+        """The error, and the body."""
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        async def run() -> str:
+            never = asyncio.Event().wait
+            try:
+                await _Passed(messages, path, 0.05)({}, never, send)
+            except (ServingError, ConnectionError) as error:
+                return f"{getattr(error, 'status', '')} {type(error).__name__}"
+            return "" if sent[-1].get("more_body", False) is False else "open"
+
+        end = asyncio.run(run())
+        assert all((b"x-request-id", b"r1") not in one.get("headers", ()) for one in sent)
+        return end, b"".join(one.get("body", b"") for one in sent).decode()
+
+    whole, begun = part(b"{}", more=False), part(b"data: 1\n\n")
+    events, lines = head("text/event-stream; charset=utf-8"), head("application/jsonlines")
+    refused = "503 BackendUnavailableError"
+    table = [
+        (Messages([], [head("application/json"), whole]), "", "{}"),
+        (Messages(ends=False), refused, ""),
+        (Messages(full), "503 QueueFullError", ""),
+        (Messages(gone), refused, ""),
+        (Messages(died), refused, ""),
+        (Messages([], away), refused, ""),
+        (Messages([]), refused, ""),
+        (Messages([], [head("application/json")], died), " ConnectionAbortedError", ""),
+        (Messages([], [head("application/json")]), " ConnectionAbortedError", ""),
+    ]
+    for messages, end, body in table:
+        steps = [*messages.steps]
+        assert answered(messages) == (end, body), steps
+        assert messages.cancelled == bool(end), steps
+    for start, path in (
+        (events, "/v1/completions"),
+        (events, "/v1/messages"),
+        (lines, "/invocations"),
+    ):
+        for last in ((died,), (), ([begun], died)):
+            end, body = answered(Messages([], [start, begun], *last), path)
+            told = json.loads(body.rstrip("\n").rpartition("\n")[2].removeprefix("data: "))
+            assert end == ""
+            assert body.startswith("data: 1\n\n")
+            assert ("\n\nevent: error\ndata: " in body) == (start is events)
+            assert LOST in json.dumps(told)
+            assert (told.get("type") == "error") == (path == "/v1/messages")
+
+
+def test_the_turns_of_a_conversation_begin_alike(modules):
+    from neuronx_serve import beginning
+
+    def user(text: Any) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
+    system, answer = {"role": "system", "content": "s"}, {"role": "assistant", "content": "b"}
+    long = "word " * 100
+    alike = [
+        [{"messages": [user("a")]}, {"messages": [user("a"), answer, user("c")]}],
+        [{"messages": [system, user("a")]}, {"messages": [system, user("a"), answer, user("c")]}],
+        [
+            {"system": "s", "messages": [user("x")]},
+            {"system": "s", "messages": [user("x"), answer]},
+        ],
+        [{"messages": [user([{"type": "text", "text": "p"}])]}, {"messages": [user("p"), answer]}],
+        [{"input": "q"}, {"input": [user("q"), answer, user("r")]}],
+        [{"prompt": long}, {"prompt": long + "more"}],
+        [{"inputs": "i" + long}, {"inputs": "i" + long + "more"}],
+        [{"prompt": [1, 2, 3]}, {"prompt": [1, 2, 3], "max_tokens": 4}],
+        [{}, {"model": "m"}, {"prompt": ""}, {"messages": []}],
+    ]
+    digests = [{beginning(one) for one in turns} for turns in alike]
+    assert [len(one) for one in digests] == [1] * len(alike)
+    assert len(set.union(*digests)) == len(alike)
+    assert digests[-1] == {""}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the modules of `deploy/ray` be imported."""
+    monkeypatch.syspath_prepend(str(MODULES))
 
 
 @pytest.fixture
@@ -471,10 +630,9 @@ def test_a_deployment_has_the_plans_cores_and_limits(cluster, llama):
 
 
 @pytest.mark.parametrize("name", ["serve-config.yaml", "rayservice.yaml"])
-def test_the_examples_are_what_ray_and_the_plan_accept(name, llama, monkeypatch):
+def test_the_examples_are_what_ray_and_the_plan_accept(name, llama, modules):
     from ray.serve.schema import ServeDeploySchema
 
-    monkeypatch.syspath_prepend(str(MODULES))
     config, worker = yaml.safe_load((MODULES / name).read_text()), None
     if "spec" in config:
         spec = config["spec"]
