@@ -46,6 +46,7 @@ WRONG = [
     ("sh", "", "no-such-program | cat", "no-such-program: command not found"),
     ("sh", "device", "djl-neuronx serve owner/name -o n_positions=2 --no-such 3", "--no-such"),
     ("sh", "docker", "docker run image\ndjl-neuronx options no_such_option", "no_such_option"),
+    ("sh", "", "docker run image", "exit status"),
     ("sh", "dokcer", "docker run image", "the mark needs 'dokcer'"),
     ("sh", "", "pip install 'djl-python-neuronx[no-such]'", "no extra ['no-such']"),
     ("sh", "", "pip install -c constraints/no-such.txt x", "no-such.txt"),

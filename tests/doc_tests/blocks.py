@@ -24,6 +24,8 @@ except ImportError:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".venv-tools" / "bin"
+"""Programs of `make chart` and others, which come last on the path."""
 SHELLS = ("sh", "bash", "shell", "console")
 COMMANDS = (*SHELLS, "python")
 CHECKED = (*COMMANDS, "json", "yaml", "toml", "properties")
@@ -184,4 +186,5 @@ def _read_properties(text: str) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    return shutil.which(name) is not None or importlib.util.find_spec(name) is not None
+    found = shutil.which(name) or shutil.which(name, path=TOOLS)
+    return found is not None or importlib.util.find_spec(name) is not None

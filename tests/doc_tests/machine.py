@@ -19,8 +19,10 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
+from tests.doc_tests.blocks import TOOLS
 from tests.doc_tests.stand_ins import PROGRAMS, ROOT
 from tests.doubles.hub import FILES as WEIGHTS
 from tests.doubles.hub import Hub
@@ -48,6 +50,8 @@ BUCKETS = r"s3://[\w.-]+/[\w./-]+"
 WHEEL = "djl_python_neuronx-1.2.3-py3-none-any.whl"
 """The wheel in dist/: a name alone, because `pip` only looks at it. The version is the tag's in docs/releasing.md."""
 
+ALWAYS = ("djl-neuronx", "make", "pip", "python", "python3", "python3.10", "curl")
+"""Stand-ins that all blocks have."""
 _NO_COPY = ("/proc", "/sys", "/dev")
 
 
@@ -94,7 +98,7 @@ def furnish(text: str) -> dict[str, str]:
     home = Path("/home/reader")
     home.mkdir(parents=True)
     environ = {
-        "PATH": f"{PROGRAMS}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{PROGRAMS}:{Path(sys.executable).parent}:{os.environ['PATH']}:{TOOLS}",
         "PYTHONPATH": str(ROOT),
         "HOME": str(home),
         "HF_ENDPOINT": _hub(),
@@ -111,7 +115,7 @@ def furnish(text: str) -> dict[str, str]:
     for name, content in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(content)
-    _write_programs()
+    write_stand_ins(())
     _write_environment()
     if uris := re.findall(BUCKETS, text):
         environ |= _s3(uris)
@@ -170,15 +174,15 @@ def _shape(name: str) -> bytes:
     return (SHAPES / f"{name}.json").read_bytes()
 
 
-def _write_programs() -> None:
-    """Write the stand-ins that are on the path all the time."""
+def write_stand_ins(names: Iterable[str]) -> None:
+    """Put programs on the path that call `stand_ins` with their name and arguments, beside those of every block."""
+    shutil.rmtree(PROGRAMS, ignore_errors=True)
     PROGRAMS.mkdir(parents=True)
-    for name in ("djl-neuronx", "make", "pip", "python", "python3", "python3.10", "curl"):
-        write_stand_in(name)
+    for name in {*ALWAYS, *names}:
+        _write_stand_in(name)
 
 
-def write_stand_in(name: str) -> None:
-    """Put a program on the path that calls `stand_ins` with the program's name and arguments."""
+def _write_stand_in(name: str) -> None:
     path = PROGRAMS / name
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.doc_tests.stand_ins {name} "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -71,8 +71,7 @@ def main(page: str) -> None:
 def run(block: Block, environ: dict[str, str]) -> None:
     if "device" in block.missing:
         environ = {**environ, stand_ins.NO_DEVICE: "1"}
-    for name in block.replaced:
-        machine.write_stand_in(name)
+    machine.write_stand_ins(block.replaced)
     if block.kind in (*SHELLS, "python"):
         _serve_the_example(block.text, environ)
     if block.kind == "console":
