@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import math
 import os
 import random
@@ -17,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from itertools import islice, repeat, takewhile
@@ -25,6 +24,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from djl_python_neuronx.config.flags import above_zero
 from djl_python_neuronx.config.sources import API_KEYS, environment
 from djl_python_neuronx.errors import ConfigError, redacted
 
@@ -183,7 +183,7 @@ def check(requests: Iterable[Planned], facts: Mapping[str, Any]) -> None:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    whole, number = _above_zero(int), _above_zero(float)
+    whole, number = above_zero(int), above_zero(float)
     key = environment().get(API_KEYS, "").partition(",")[0]
     command.add_argument("url", nargs="?", default=DEFAULT_URL, help="server (default %(default)s)")
     for flag, kind, metavar, text in (
@@ -209,23 +209,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(model="", duration=math.inf, api_key=key, goodput=())
 
 
-def _above_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parsed(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if 0 < (value := kind(text)) < math.inf:
-                return value
-        msg = f"{text!r} is not {'a whole' if kind is int else 'a'} number above 0"
-        raise argparse.ArgumentTypeError(msg)
-
-    return parsed
-
-
 def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in GOODPUT:
         msg = f"{text!r} is not a limit; expected {', '.join(GOODPUT)}, each with ms behind a colon: ttft:500"
         raise argparse.ArgumentTypeError(msg)
-    return GOODPUT[name], _above_zero(float)(value)
+    return GOODPUT[name], above_zero(float)(value)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from djl_python_neuronx import bench, documentation, verify
+from djl_python_neuronx import bench, capacity, documentation, verify
 from djl_python_neuronx.artifacts.manifest import package_version
 from djl_python_neuronx.config import flags
 from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, MODEL_DIR, environment, taken
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_serve(commands)
     _add_check(commands)
+    _add_plan(commands)
     _add_compile(commands)
     _add_convert(commands)
     _add_options_command(commands)
@@ -194,6 +195,18 @@ def _add_check(commands: Commands) -> None:
     _add_server(command, unused=True)
     _add_options(command)
     _complete(command, _check, log_level="warning")
+
+
+def _add_plan(commands: Commands) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="find the instances that a load needs, by simulation; needs no device",
+        description="Try instance types, degrees and slots in a simulator of the engine, and print the cheapest that "
+        "serves a load within limits of time, its options, and why not the others. docs/plan.md explains all.",
+    )
+    capacity.add_arguments(command, _instance)
+    _add_options(command)
+    _complete(command, capacity.run, log_level="warning")
 
 
 def _add_compile(commands: Commands) -> None:

@@ -27,6 +27,6 @@ serve)
     fi
     exec djl-neuronx serve "$@"
     ;;
-bench | check | compile | convert | doctor | options | completion | verify | -*) exec djl-neuronx "$@" ;;
+bench | check | compile | convert | doctor | options | plan | completion | verify | -*) exec djl-neuronx "$@" ;;
 *) exec "$@" ;;
 esac

@@ -6,8 +6,10 @@ Each has the names of the option and those of other servers that mean the same.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, get_args
 
 from djl_python_neuronx.config import hints
@@ -53,6 +55,19 @@ def add_flags(command: argparse.ArgumentParser) -> None:
                 help=argparse.SUPPRESS,
                 nargs=0 if switch else "+" if option == "model_name" else 1,
             )
+
+
+def above_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return the type of an argument that is a number above 0."""
+
+    def parsed(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < (value := kind(text)) < math.inf:
+                return value
+        msg = f"{text!r} is not {'a whole' if kind is int else 'a'} number above 0"
+        raise argparse.ArgumentTypeError(msg)
+
+    return parsed
 
 
 def unknown(words: Sequence[str], own: Collection[str]) -> str:

@@ -83,9 +83,9 @@ class DeviceInfo:
     def core_flops(self) -> float:
         """Operations a second of a logical core with bfloat16, an even share of its chip's; 0 if unknown."""
         family = FAMILIES.get(self.family or "")
-        if family is None:
-            return 0.0
-        return family.chip_flops * self.neuron_devices / self.neuron_cores
+        return (
+            self.core_bytes_per_s * family.chip_flops / family.chip_bytes_per_s if family else 0.0
+        )
 
     def machines(self, degree: int) -> int:
         """Return the number of machines like this one that a tensor parallel group of `degree` cores spans."""

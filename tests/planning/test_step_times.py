@@ -1,37 +1,101 @@
 """Times of steps: those that AWS measured, and estimates of models that were left out."""
 
-import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.planning import step_times as module
+from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.step_times import published, step_times
+from djl_python_neuronx.planning.step_times import published, step_times, work
 from tests.planning.test_memory import case_of, facts_of
 
-ROWS = published()
+VOCABULARIES = {"Llama-3-8B": 128256, "Llama-3-70B": 128256}
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+"""Columns to names of config.json."""
 
 
-def model_of(row):
-    """Sizes and weights: Llama-2-13b and CodeLlama-13b are one model here, Llama-2-70b and Llama-3-70b too."""
-    facts, options = row.case.model, row.case.options
-    return facts.num_layers, facts.intermediate_size, facts.num_kv_heads, options.quantize
+class Row(NamedTuple):
+    """A row of the table."""
+
+    model: tuple[object, ...]
+    """Sizes and weights: Llama-2-13b and CodeLlama-13b are one, Llama-2-70b and Llama-3-70b too."""
+    case: Case
+    rows: int
+    positions: int
+    prompt: int
+    decode_s: float
+    prefill_s: float
+
+    @classmethod
+    def of(cls, row):
+        name, weights = row["model"], row["weights"]
+        sizes = {key: int(row[column]) for column, key in SIZES.items()}
+        config = sizes | {"model_type": "llama", "vocab_size": VOCABULARIES.get(name, 32000)}
+        rows, positions, degree, prompt = (
+            int(row[key]) for key in ("batch_size", "sequence_length", "tp_degree", "input_length")
+        )
+        quantised = {"quantize": "static_int8"} if weights == "int8" else {}
+        facts = ModelFacts.from_config(config)
+        case = case_of(facts, "tnx", positions, rows, degree, machine=row["instance"], **quantised)
+        times = float(row["tpot_p50_ms"]) / 1e3, float(row["ttft_p50_ms"]) / 1e3
+        return cls((*sizes.values(), weights), case, rows, positions, prompt, *times)
 
 
-def as_factors(times, rows):
-    """Measured by calculated time of decodes, and of the prefills of single prompts."""
-    decodes = [row.decode_s / times(row).decode_s(row.rows, row.positions) for row in rows]
-    prefills = [row.prefill_s / times(row).prefill_s(row.prompt) for row in rows if row.rows == 1]
-    return np.array(decodes), np.array(prefills)
+ROWS = [Row.of(row) for row in published()]
+SINGLE = [row for row in ROWS if row.rows == 1]
+
+
+def decodes(rows):
+    """The parts of each decode, and its time."""
+    parts = [work(one.case)[0] * (1, 1, one.rows * one.positions, one.rows) for one in rows]
+    return np.array(parts), np.array([one.decode_s for one in rows])
+
+
+def prefills(rows):
+    """The parts of each prefill of a single prompt, and its time."""
+    single = [row for row in rows if row.rows == 1]
+    parts = [work(one.case)[1] * (1, one.prompt, one.prompt**2) for one in single]
+    return np.array(parts), np.array([one.prefill_s for one in single])
+
+
+def fitted(parts, times):
+    """The costs with the least squares of the logarithms, by Gauss and Newton."""
+    costs = np.linalg.lstsq(parts / times[:, None], np.ones(len(times)), rcond=None)[0]
+    for _ in range(20):
+        estimates = parts @ costs
+        costs += np.linalg.lstsq(parts / estimates[:, None], np.log(times / estimates), rcond=None)[
+            0
+        ]
+        costs = np.maximum(costs, 0)
+    return costs
+
+
+def left_out(kind, rows):
+    """Of each model the measured by estimated times, with costs that are fitted on the others."""
+    found = {}
+    for model in {row.model for row in rows}:
+        costs = fitted(*kind([row for row in rows if row.model != model]))
+        parts, times = kind([row for row in rows if row.model == model])
+        found[model] = times / (parts @ costs)
+    return found
 
 
 def test_the_table_is_the_published_one():
     """Sums of the column tpot_p50_ms, by awk."""
     assert len(ROWS) == 78
+    assert len(SINGLE) == 45
     by_machine = {
         name: sum(row.decode_s for row in ROWS if row.case.machine.instance_type == name)
         for name in ("inf2.48xlarge", "trn1.32xlarge")
@@ -42,35 +106,43 @@ def test_the_table_is_the_published_one():
     assert {row.case.degree for row in ROWS} == {24, 32}
 
 
+@pytest.mark.parametrize("kind", [decodes, prefills])
+def test_costs_and_range_are_those_of_the_table(kind):
+    name = kind.__name__.removesuffix("s").upper()
+    costs, (low, high) = getattr(module, f"{name}_COSTS"), getattr(module, f"{name}_RANGE")
+    assert fitted(*kind(ROWS)) == pytest.approx(costs, rel=1e-3)
+    ratios = np.concatenate([*left_out(kind, ROWS).values()])
+    assert low <= ratios.min() <= low + 0.01
+    assert high - 0.01 <= ratios.max() <= high
+
+
+@pytest.mark.parametrize("kind", [decodes, prefills])
+def test_a_model_that_was_not_measured_is_within_the_range(kind):
+    """Neither the costs nor the range know the times of a model: both are those of the others."""
+    inside = []
+    for model, ratios in left_out(kind, ROWS).items():
+        others = left_out(kind, [row for row in ROWS if row.model != model]).values()
+        known = np.concatenate([*others])
+        inside += [*((known.min() <= ratios) & (ratios <= known.max()))]
+    assert len(inside) == {decodes: 78, prefills: 45}[kind]
+    assert np.mean(inside) >= 0.9
+
+
 def test_measured_times_are_reproduced():
-    """Equal work was measured up to 8 % apart, prefills up to 21 %: the longer time counts."""
-    decodes, prefills = as_factors(lambda row: step_times(row.case), ROWS)
-    for factors, apart in ((decodes, 0.08), (prefills, 0.21)):
-        assert np.median(np.abs(factors - 1)) < 0.01
-        assert factors.min() >= 1 - apart
-        assert factors.max() <= 1 + apart / 2
+    """Of equal work the mean counts, and never less for more work."""
+    curves = [(row, step_times(row.case)) for row in ROWS]
+    of_decode = [row.decode_s / times.decode_s(row.rows, row.positions) for row, times in curves]
+    of_prefill = [row.prefill_s / step_times(row.case).prefill_s(row.prompt) for row in SINGLE]
+    for factors, most in ((of_decode, 0.08), (of_prefill, 0.13)):
+        apart = np.abs(np.array(factors) - 1)
+        assert np.median(apart) < 0.02
+        assert apart.max() < most
+    assert all(times.decode.own.size and times.prefill.own.size for _, times in curves)
+    measured = {name for name, case in CASES.items() if step_times(case).decode.own.size}
+    assert measured == OWN
 
 
-def test_a_model_that_was_not_measured_is_within_the_range():
-    """Each model is left out in turn: neither the costs nor the range know its times."""
-    inside = {"decode": [], "prefill": []}
-    for model in {model_of(row) for row in ROWS}:
-        rest = tuple(row for row in ROWS if model_of(row) != model)
-        left_out = [row for row in ROWS if model_of(row) == model]
-        factors = as_factors(lambda row, rest=rest: step_times(row.case, rest), left_out)
-        times = step_times(left_out[0].case, rest)
-        assert not times.decode.own.size
-        for kind, found in zip(inside, factors, strict=True):
-            curve = getattr(times, kind)
-            inside[kind] += [*((curve.low <= found) & (found <= curve.high))]
-    assert len(inside["decode"]) == 78
-    assert len(inside["prefill"]) == 45
-    assert {kind: np.mean(found) >= 0.9 for kind, found in inside.items()} == {
-        "decode": True,
-        "prefill": True,
-    }
-
-
+OWN = {"measured", "measured, of two models"}
 CASES = {
     "measured": ROWS[0].case,
     "measured, of two models": next(row.case for row in ROWS if row.case.model.num_layers == 80),
@@ -118,12 +190,15 @@ def test_no_step_is_faster_than_the_chip():
 
 def test_the_longest_times_are_those_of_the_range():
     for name, case in CASES.items():
-        times = step_times(case)
-        for rows, positions in itertools.product((1, 8), (128, 4096, 16384)):
-            longest = times.slowest.decode_s(rows, positions)
-            assert longest == pytest.approx(times.decode.high * times.decode_s(rows, positions)), (
-                name
+        times, longest = step_times(case), step_times(case).slowest
+        for size in (128, 4096, 16384):
+            high = times.decode.high * times.decode_s(8, size)
+            assert longest.decode_s(8, size) == pytest.approx(high), name
+            high = max(
+                times.prefill.high * times.prefill.time_s(1, size, size**2),
+                longest.decode_s(1, size),
             )
+            assert longest.prefill_s(size) == pytest.approx(high), name
         assert times.decode.low <= 1 <= times.decode.high
 
 

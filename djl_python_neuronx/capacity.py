@@ -1,0 +1,284 @@
+"""`djl-neuronx plan`: the cheapest instances, degree, slots and copies that serve a load within limits of time.
+
+Each instance type, degree and number of slots that `check` accepts is a choice. Its instances are the fewest that
+serve `MARGIN` times the load within the limits, in a simulation. docs/plan.md explains all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.flags import above_zero
+from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.config.values import (
+    SMALLEST_BUCKET,
+    as_property,
+    join_words,
+    make_buckets,
+    shortened,
+)
+from djl_python_neuronx.errors import ConfigError
+from djl_python_neuronx.loading.check import Placement, check_all
+from djl_python_neuronx.loading.report import Block, gib, write_blocks
+from djl_python_neuronx.loading.targets import read_target
+from djl_python_neuronx.planning.capabilities import round_up
+from djl_python_neuronx.planning.machines import INSTANCES, DeviceInfo, legal_degrees, named
+from djl_python_neuronx.planning.step_times import DeviceTimes, step_times
+from djl_python_neuronx.simulation import Arrival, Summary, simulate, spec_of, summarise
+
+MARGIN: Final = 1.25
+"""A plan serves so many times the load: copies are used 80 % at most, and the limits hold with a quarter more requests.
+
+At 99 % a burst, or a time that was estimated too short, makes a queue; and percentiles differ between simulations.
+"""
+SLOTS: Final = (32, 16, 8, 4, 2, 1)
+"""Numbers of slots that are tried. DJL Serving sends at most the first."""
+_TOKENS: Final = 60_000
+"""Of a simulation: seconds, and percentiles that differ by some percent between seeds."""
+_RARE: Final = 0.012
+"""Share that a 99th percentile leaves out, and a fifth more, so that the simulation decides."""
+
+
+class Load(NamedTuple):
+    """Requests, and the limits of their times."""
+
+    rate: float
+    """Requests a second."""
+    prompts: tuple[int, int]
+    """Tokens, from and to."""
+    answers: tuple[int, int]
+    ttft_s: float
+    """Limit of the 99th percentile of times to the first token."""
+    gap_s: float
+    """The same between tokens."""
+
+    def arrivals(self, rate: float, seed: int = 0) -> Iterator[Arrival]:
+        """Yield arrivals of a Poisson process; all lengths are as frequent."""
+        draw, time_s = np.random.default_rng(seed), 0.0
+        for _ in range(max(500, min(2000, _TOKENS // self.answers[1]))):
+            time_s += draw.exponential(1 / rate)
+            yield Arrival(time_s, *(int(draw.integers(*ends, endpoint=True)) for ends in self[1:3]))
+
+
+class Choice:
+    """An instance type, a degree and a number of slots, as `check` has judged them."""
+
+    COLUMNS = ("instance", "degree", "slots", "copies", "instances", "cost", "result")
+
+    def __init__(self, load: Load, hourly: float, placement: Placement) -> None:
+        """Judge the choice. `hourly`: the price of an instance; without prices its chips."""
+        self.load, self.hourly, self.placement = load, hourly, placement
+        model, errors = placement.models[0], placement.findings.messages("error")
+        self.case, self.settings, memory = model.case, model.resolved, model.planned.memory
+        self.instance, self.degree = self.case.device.instance_type, self.case.degree
+        self.slots, self.copies, self.instances, self.missed = self.case.slots, 0, 0, math.inf
+        self.positions = self.case.options.max_model_len or 0
+        unknown = self.case.on_cpu or self.case.options.speculating or self.case.worlds > 1
+        if 0 < self.positions < load.prompts[1] + load.answers[1]:
+            self.result = f"n_positions={self.positions} is too short"
+        elif memory is not None and not memory.fits:
+            self.missed = memory.needed / memory.capacity
+            self.result = f"needs {gib(memory.needed)} GiB a core, has {gib(memory.capacity)}"
+        elif errors:
+            self.result = str(shortened(errors[0]))
+        elif unknown or spec_of(self.case).joins == "reprefill":
+            self.result = "the times of CPUs, drafts, pipelines and static batches are not known"
+        else:
+            self.copies = len(placement.placed[0])
+            self.start(step_times(self.case))
+
+    def start(self, times: DeviceTimes) -> None:
+        """Set the fewest instances that may do; with fewer, copies are used too much or prefills meet too often.
+
+        The share of requests that come while a prefill lasts, and of gaps that a prefill prolongs, is the rate of a
+        copy times the duration of either.
+        """
+        self.times, self.instances, load = times, 0, self.load
+        prefill_s = self.serve([Arrival(0.0, load.prompts[1], 2)]).ttft_p99_s
+        decode_s = times.decode_s(self.slots, self.positions)
+        self.used = load.rate * (prefill_s + np.mean(load.answers) * decode_s / self.slots)
+        if self.holds("alone", prefill_s, decode_s):
+            prolonged = self.slots > 1 and prefill_s + decode_s > load.gap_s
+            met_s = max(2 * prefill_s - load.ttft_s, decode_s * prolonged)
+            if self.case.options.enable_chunked_prefill:
+                met_s = 0.0
+            copies = MARGIN * max(self.used, load.rate * met_s / _RARE)
+            self.instances = math.ceil(copies / self.copies)
+
+    @property
+    def cost(self) -> float:
+        """The price of all instances and an hour; without prices their chips."""
+        return self.instances * self.hourly
+
+    def serve(self, arrivals: Iterable[Arrival]) -> Summary:
+        """Simulate one copy."""
+        spec, interleave = spec_of(self.case), self.case.options.decode_interleave
+        return summarise(simulate(spec, self.times, arrivals, decode_interleave=interleave))
+
+    def serves(self, seed: int = 0) -> bool:
+        """Simulate one copy with its share of `MARGIN` times the load, and return whether the limits hold."""
+        rate = MARGIN * self.load.rate / (self.copies * self.instances)
+        self.found = self.serve(self.load.arrivals(rate, seed))
+        return self.holds(f"{self.instances}", self.found.ttft_p99_s, self.found.gap_p99_s)
+
+    def holds(self, when: str, ttft_s: float, gap_s: float) -> bool:
+        """Return whether times are within the limits; the result has them."""
+        self.missed = max(ttft_s / self.load.ttft_s, gap_s / self.load.gap_s)
+        excess = f", {self.missed:.2f} times a limit" if self.missed > 1 else ""
+        times = f"{1e3 * ttft_s:.0f} ms to the first token, {1e3 * gap_s:.1f} between tokens"
+        self.result = f"{when}: {times}{excess}"
+        return not excess
+
+
+def cheapest(choices: Iterable[Choice]) -> Choice | None:
+    """Return the cheapest choice, with as many instances as the limits take; None if there is none."""
+    possible = [one for one in choices if one.instances]
+    while possible:
+        one = min(possible, key=lambda one: (one.cost, one.instances, one.slots))
+        if one.serves():
+            return one
+        one.instances += max(1, one.instances // 16)
+    return None
+
+
+def list_choices(
+    target: str, load: Load, prices: Mapping[str, float], overrides: Mapping[str, str]
+) -> Iterator[Choice]:
+    """Yield what `check` makes of each instance type in `prices`, degree and number of slots; what is set stays.
+
+    Raises:
+        ServingError: the model or its options cannot be read.
+    """
+    environ, tried, problems = environment(), [], Problems()
+    settings, _ = read_target(target, environ, overrides, problems)
+    problems.raise_errors()
+    kept = {*settings.origins}
+    if settings.options.enable_chunked_prefill:
+        kept.add("context_length_estimate")  # there the tokens of a step
+    longest = round_up(load.prompts[1], SMALLEST_BUCKET)
+    positions = round_up(load.prompts[1] + load.answers[1], SMALLEST_BUCKET)
+    for name, price in prices.items():
+        machine = named(name)
+        degrees = legal_degrees(machine.family, machine.neuron_cores)
+        for degree, slots in product(degrees, SLOTS):
+            offered = {
+                "tensor_parallel_degree": degree,
+                "max_rolling_batch_size": slots,
+                "n_positions": positions,
+                "context_length_estimate": make_buckets(longest),
+                "replicas": "max",
+            }
+            given = {key: as_property(value) for key, value in offered.items() if key not in kept}
+            if (name, given) not in tried:
+                tried.append((name, given))
+                given = {**overrides, **given}
+                placement = check_all([target], environ=environ, overrides=given, machine=machine)
+                if not placement.models:
+                    placement.raise_errors()
+                environ = {**environ, "HF_HUB_OFFLINE": "1"}  # it has been fetched
+                yield Choice(load, price, placement)
+
+
+def explain(plan: Choice, choices: Iterable[Choice]) -> dict[str, Any]:
+    """Return the plan and the best slots of each instance type and degree, under the keys of docs/plan.md."""
+    load, times, slots = plan.load, plan.times, plan.slots
+    slow = Choice(load, plan.hourly, plan.placement)
+    slow.start(times.slowest)
+    cheapest([slow])
+    hours = 1e6 / (3600 * load.rate * np.mean(load.answers))
+    longest = round_up(load.prompts[1], SMALLEST_BUCKET)
+    best: dict[object, Choice] = {}
+    for one in sorted(choices, key=lambda one: (one is not plan, not one.instances, one.cost)):
+        best.setdefault((one.instance, one.degree), one)
+    rows = [{name: getattr(one, name) for name in Choice.COLUMNS} for one in best.values()]
+    return {
+        "choices": rows,
+        "plan": {
+            **rows[0],
+            "instances_if_slow": slow.instances,
+            "utilisation": round(plan.used / (plan.copies * plan.instances), 3),
+            "instance_hours_per_million": round(plan.instances * hours, 3),
+            "cost_per_million": round(plan.cost * hours, 3),
+            "decode": times.decode.explained(1, 1, slots * plan.positions, slots),
+            "prefill": times.prefill.explained(1, longest, longest**2),
+            **{name: round(value, 4) for name, value in plan.found._asdict().items()},
+        },
+        "options": [
+            f"option.{name}={as_property(value)}"
+            for name, value, origin in plan.settings.explain()
+            if not origin.startswith("default") and name != "model_dir"
+        ],
+        "warnings": plan.placement.findings.messages("warning"),
+    }
+
+
+def add_arguments(command: argparse.ArgumentParser, machine: Callable[[str], DeviceInfo]) -> None:
+    """Add the flags of the command. `machine`: of an instance type."""
+
+    def priced(text: str) -> tuple[str | None, float]:
+        name, _, price = text.partition("=")
+        return machine(name).instance_type, above_zero(float)(price)
+
+    def lengths(text: str) -> tuple[float, ...]:
+        ends = text.split("-", 1)
+        return tuple(sorted(above_zero(int)(end) for end in (ends[0], ends[-1])))
+
+    number, limit = above_zero(float), "limit of the 99th percentile of times"
+    command.add_argument("model", help="model folder, .properties file, hub id or s3:// URI")
+    for flag, kind, metavar, text, default in (
+        ("rate", number, "R", "requests a second, a Poisson process", None),
+        ("prompt-tokens", lengths, "N", "length of prompts, or a range as 512-2048", None),
+        ("output-tokens", lengths, "N", "length of answers, or a range", None),
+        ("ttft-ms", number, "MS", f"{limit} to the first token", math.inf),
+        ("itl-ms", number, "MS", f"{limit} between tokens", math.inf),
+        ("price-per-hour", priced, "TYPE=PRICE", "prices; no other type is tried", ()),
+        ("instance", machine, "TYPE", "no other type is tried", ()),
+    ):
+        how: dict[str, Any] = {"metavar": metavar, "help": text, "default": default}
+        how |= {"nargs": "+"} if default == () else {"required": default is None}
+        command.add_argument(f"--{flag}", type=kind, **how)
+    command.add_argument("--json", action="store_true", help="print JSON (keys: docs/plan.md)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit status of the process.
+
+    Raises:
+        ServingError: the model cannot be read, or no instance type serves the load.
+    """
+    limits = arguments.ttft_ms / 1e3, arguments.itl_ms / 1e3
+    load = Load(arguments.rate, arguments.prompt_tokens, arguments.output_tokens, *limits)
+    prices = dict(arguments.price_per_hour) or {one.name: one.devices for one in INSTANCES.values()}
+    asked = [one.instance_type for one in arguments.instance] or prices
+    prices = {name: price for name, price in prices.items() if name in asked}
+    if not prices:
+        msg = f"--price-per-hour has no price of {join_words(asked)} (--instance); add it"
+        raise ConfigError(msg)
+    choices = [*list_choices(arguments.model, load, prices, dict(arguments.option))]
+    plan = cheapest(choices)
+    if plan is None:
+        near = min(choices, key=lambda one: (not one.copies, one.missed))
+        msg = (
+            f"no instance type that was tried ({join_words(prices)}) serves this load within its limits; the nearest "
+            f"is {near.instance} with tensor_parallel_degree={near.degree} and max_rolling_batch_size={near.slots}: "
+            f"{near.result}. Raise the limit, shorten prompts or answers, or set quantize"
+        )
+        raise ConfigError(msg)
+    shown = explain(plan, choices)
+    if arguments.json:
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        return 0
+    rows = tuple(tuple(map(str, one.values())) for one in shown.pop("choices"))
+    shown["plan"] = [f"{name}: {value}" for name, value in shown["plan"].items()]
+    lists = [Block.of_lines(title.capitalize(), lines) for title, lines in shown.items()]
+    write_blocks([Block("Choices", rows, Choice.COLUMNS), *lists], sys.stdout)
+    return 0
