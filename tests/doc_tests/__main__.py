@@ -70,6 +70,6 @@ def main(chosen: list[str], jobs: int) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.doc_tests", description=__doc__)
     parser.add_argument("pages", nargs="*", metavar="PAGE")
-    parser.add_argument("--jobs", type=int, default=2, help="pages at a time (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=3, help="pages at a time (default %(default)s)")
     arguments = parser.parse_args()
     sys.exit(main(arguments.pages, arguments.jobs))
