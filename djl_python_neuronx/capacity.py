@@ -64,7 +64,7 @@ class Load(NamedTuple):
     def arrivals(self, rate: float, seed: int = 0) -> Iterator[Arrival]:
         """Yield arrivals of a Poisson process; all lengths are as frequent."""
         draw, time_s = np.random.default_rng(seed), 0.0
-        for _ in range(max(500, min(2000, _TOKENS // self.answers[1]))):
+        for _ in range(max(200, min(2000, _TOKENS // self.answers[1]))):
             time_s += draw.exponential(1 / rate)
             yield Arrival(time_s, *(int(draw.integers(*ends, endpoint=True)) for ends in self[1:3]))
 

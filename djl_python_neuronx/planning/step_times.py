@@ -59,13 +59,14 @@ class Curve:
 
     parts_s: Array
     """Seconds of each part."""
-    low: float
-    """The least that a time may be, as a factor."""
-    high: float
+    bounds: tuple[float, float]
+    """The least and the most that an estimated time may be, as factors."""
     own: Array
     """Estimated and measured times of this very model, degree and machine, ascending. Empty: all is estimated."""
-    factor: float = 1.0
-    """Of all times."""
+    own_bounds: tuple[float, float] = (1.0, 1.0)
+    """The same for times within those that were measured."""
+    slow: bool = False
+    """Times are the longest of their range."""
 
     @classmethod
     def of(
@@ -77,12 +78,12 @@ class Curve:
         """Return the curve through times that were `measured`, each with as much of each part as it took."""
         found = sorted((float(parts_s @ scale), time_s) for scale, time_s in measured)
         if not found:
-            return cls(parts_s, *bounds, np.empty((2, 0)))
+            return cls(parts_s, bounds, np.empty((2, 0)))
         estimates = sorted({estimate_s for estimate_s, _ in found})
         means = [np.mean([time_s for at_s, time_s in found if at_s == one]) for one in estimates]
         own = np.array([estimates, np.maximum.accumulate(means)])
         ratios = [time_s / np.interp(at_s, *own) for at_s, time_s in found]
-        return cls(parts_s, float(min(ratios)), float(max(ratios)), own)
+        return cls(parts_s, bounds, own, (float(min(ratios)), float(max(ratios))))
 
     def time_s(self, *scale: float) -> float:
         """Return the time of as much of each part: never less for more.
@@ -94,14 +95,24 @@ class Curve:
             estimates, times = self.own
             beyond = estimate_s / np.clip(estimate_s, estimates[0], estimates[-1])
             time_s = float(np.interp(estimate_s, estimates, times) * beyond)
-        return self.factor * time_s
+        return time_s * self.range(*scale)[1] if self.slow else time_s
+
+    def measured(self, *scale: float) -> bool:
+        """Return whether the time lies within those that were measured."""
+        estimate_s = self.parts_s @ scale
+        return bool(self.own.size and self.own[0, 0] <= estimate_s <= self.own[0, -1])
+
+    def range(self, *scale: float) -> tuple[float, float]:
+        """Return the least and the most that the time may be, as factors."""
+        return self.own_bounds if self.measured(*scale) else self.bounds
 
     def explained(self, *scale: float) -> str:
         """Return the time of as much of each part, its range and its source."""
-        time_ms = 1e3 * self.time_s(*scale)
+        time_ms, (low, high) = 1e3 * self.time_s(*scale), self.range(*scale)
         parts = " + ".join(f"{1e3 * part_s:.1f}" for part_s in self.parts_s * scale)
-        source = "measured by AWS" if self.own.size else f"estimate: {parts}"
-        return f"{time_ms:.1f} ms ({self.low * time_ms:.1f} to {self.high * time_ms:.1f}), {source}"
+        scaled = ", scaled to what was measured" if self.own.size else ""
+        source = "measured by AWS" if self.measured(*scale) else f"estimate: {parts}{scaled}"
+        return f"{time_ms:.1f} ms ({low * time_ms:.1f} to {high * time_ms:.1f}), {source}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class DeviceTimes:
     @property
     def slowest(self) -> DeviceTimes:
         """The longest times of the range."""
-        curves = (replace(one, factor=one.high) for one in (self.decode, self.prefill))
+        curves = (replace(one, slow=True) for one in (self.decode, self.prefill))
         return DeviceTimes(*curves)
 
 

@@ -192,14 +192,28 @@ def test_the_longest_times_are_those_of_the_range():
     for name, case in CASES.items():
         times, longest = step_times(case), step_times(case).slowest
         for size in (128, 4096, 16384):
-            high = times.decode.high * times.decode_s(8, size)
-            assert longest.decode_s(8, size) == pytest.approx(high), name
-            high = max(
-                times.prefill.high * times.prefill.time_s(1, size, size**2),
-                longest.decode_s(1, size),
-            )
+            (low, high), scale = times.decode.range(1, 1, 8 * size, 8), (1, size, size**2)
+            assert low <= 1 <= high
+            assert longest.decode_s(8, size) == pytest.approx(high * times.decode_s(8, size)), name
+            high = times.prefill.range(*scale)[1] * times.prefill.time_s(*scale)
+            high = max(high, longest.decode_s(1, size))
             assert longest.prefill_s(size) == pytest.approx(high), name
-        assert times.decode.low <= 1 <= times.decode.high
+
+
+def test_what_lies_beyond_the_measured_times_is_an_estimate():
+    """Llama-3-8B was measured with 4096 and 8192 positions, of 1 and of 8 rows."""
+    curve = step_times(ROWS[0].case).decode
+    for rows, positions, inside in (
+        (1, 4096, True),
+        (8, 8192, True),
+        (1, 128, False),
+        (16, 8192, False),
+    ):
+        scale = 1, 1, rows * positions, rows
+        assert curve.measured(*scale) is inside
+        assert curve.range(*scale) == (curve.own_bounds if inside else curve.bounds)
+        assert ("measured by AWS" in curve.explained(*scale)) is inside
+    assert curve.bounds == module.DECODE_RANGE
 
 
 def test_a_model_of_unknown_size_has_no_times():
