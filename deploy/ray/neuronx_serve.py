@@ -55,6 +55,11 @@ CLOSE_S = 10
 """Time from the end of a replica's drain for its engine to end."""
 BEGINNING_CHARS = 256
 """Length of the beginning of a prompt that is a text: later turns of its conversation go on behind it."""
+REFUSED = {
+    "admin_port": "it opens no port there, and /metrics and /info would be public",
+    "cloudwatch_namespace": "no replica logs its metrics",
+}
+"""Options of the server that would do something else than elsewhere, each with the reason."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SENT = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 _SENT += ("headers", "client", "server")
@@ -137,9 +142,10 @@ def _plan(one: ModelSettings) -> _Plan:
     placement.raise_errors()
     (prepared,), (cores,) = placement.models, placement.placed
     options, need = prepared.options, prepared.need
-    if options.admin_port is not None:
-        msg = "option.admin_port opens no port below Ray, and /metrics and /info would be public; leave it out"
-        raise ConfigError(msg)
+    for name, reason in REFUSED.items():
+        if getattr(options, name) is not None:
+            msg = f"option.{name} is not for Ray Serve: {reason}; leave it out"
+            raise ConfigError(msg)
     pinned = {"replicas": str(len(cores))}
     if need.cores:
         pinned["tensor_parallel_degree"] = str(prepared.case.degree)

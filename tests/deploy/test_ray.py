@@ -619,6 +619,7 @@ def test_a_deployment_has_the_plans_cores_and_limits(cluster, llama):
     assert sorted(ray.get([one.cores.remote() for one in actors])) == ["0,1", "2,3"]
     refused = {
         "admin_port": [{**model, "options": {**options, "admin_port": 9000}}],
+        "cloudwatch_namespace": [{**model, "options": {**options, "cloudwatch_namespace": "a"}}],
         "one name": [model, model],
         "page holds for": [model, {**model, "options": {"model_name": "b", "page": False}}],
         "4 NeuronCores are needed": [{**model, "instance": "inf2.xlarge"}],
