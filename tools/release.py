@@ -191,7 +191,8 @@ def main(arguments: argparse.Namespace) -> int:
         given = source(ROOT, is_snapshot=arguments.snapshot)
         environ["SOURCE_DATE_EPOCH"] = given.epoch
         with tempfile.TemporaryDirectory() as own:
-            folder = Path(own)
+            folder = Path(own) / "dist"  # of the usual mode, unlike a temporary folder
+            folder.mkdir()
             build(ROOT, folder, environ)
             files = [str(path) for path in folder.iterdir()]
             _python("twine", "check", "--strict", *files, env=environ)
