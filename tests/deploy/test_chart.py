@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -106,10 +106,14 @@ def rendered(example: str, *settings: str) -> Sequence[dict[str, Any]]:
     return [one for one in yaml.safe_load_all(ran.stdout) if one]
 
 
-def template(values: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def template(
+    values: Path, *settings: str, release: str = "llm"
+) -> subprocess.CompletedProcess[str]:
     more = [word for setting in settings for word in ("--set-json", setting)]
     version = ("--kube-version", KUBERNETES[0])
-    return helm("template", "llm", str(CHART), "-n", "serving", *version, "-f", str(values), *more)
+    return helm(
+        "template", release, str(CHART), "-n", "serving", *version, "-f", str(values), *more
+    )
 
 
 def only(manifests: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -141,13 +145,12 @@ POOL = ('inferencePool={"enabled": true, "picker": {"name": "picker"}}',)
 
 
 def every() -> Iterator[tuple[str, Sequence[dict[str, Any]]]]:
-    """The examples, and what they leave out: an InferencePool, devices for the compile Job, node labels, a digest."""
+    """The examples, and what they leave out: an InferencePool, node labels, a digest."""
     for name in EXAMPLES:
         yield name, rendered(name)
     yield "inf2-xlarge with a pool", rendered("inf2-xlarge", *POOL)
     digest = f'image.digest="sha256:{"0" * 64}"'
     others = (
-        "compile.onDevices=true",
         'nodeSelector={"zone": "a"}',
         "supplementalGroups=[500]",
         digest,
@@ -257,6 +260,8 @@ def test_the_table_of_instances_is_the_packages():
         one.name: {
             "devices": one.devices,
             "coresPerDevice": FAMILIES[one.family].cores_per_device,
+            "vcpus": one.vcpus,
+            "memoryGi": one.host_memory_gib,
         }
         for one in INSTANCES.values()
     }
@@ -484,16 +489,6 @@ def test_the_compile_hook_has_what_it_needs_before_the_release_exists():
     }
     assert volumes == names["ConfigMap"]
     assert not any(amounts(job["containers"][0]) for job in jobs)
-    (one,) = (
-        one for one in rendered("inf2-xlarge", "compile.onDevices=true") if one["kind"] == "Job"
-    )
-    job = one["spec"]["template"]["spec"]
-    serving = pod(rendered("inf2-xlarge"))
-    assert amounts(job["containers"][0]) == amounts(serving["containers"][0])
-    assert (job["nodeSelector"], job["tolerations"]) == (
-        serving["nodeSelector"],
-        serving["tolerations"],
-    )
 
 
 def test_custom_resources_fit_the_pods():
@@ -593,9 +588,8 @@ def test_the_server_starts_as_the_pod_and_answers_its_probes(programs, tmp_path)
     one_copy = [
         f"models.{name}.options.replicas=1" for name in ("llama-3-8b", "mistral-7b", "tinyllama")
     ]
-    manifests = rendered(
-        "inf2-48xlarge", *one_copy, "seconds.coreWait=300", 'schedulerName="my-scheduler"'
-    )
+    others = ("autoscaling.slotsInUse=30", "seconds.coreWait=300", 'schedulerName="my-scheduler"')
+    manifests = rendered("inf2-48xlarge", *one_copy, *others)
     container = server(manifests)
     for name, text in settings(manifests).items():
         changed = re.sub("(?m)^option.model_id=.*$", f"option.model_id={TINY}", text)
@@ -630,26 +624,30 @@ def test_the_server_starts_as_the_pod_and_answers_its_probes(programs, tmp_path)
         )
         stack.callback(process.kill)
 
-        def get(port: str, path: str, body: object = None, **headers: str) -> tuple[int, str]:
+        def get(
+            port: str, path: str, body: object = None, *, timeout: float = 30, **headers: str
+        ) -> tuple[int, str]:
             assert process.poll() is None, log.read_text()
             data = None if body is None else json.dumps(body).encode()
             address = f"http://127.0.0.1:{ports[port]}{path}"
             try:
                 request = urllib.request.Request(address, data, headers)
-                with urllib.request.urlopen(request, timeout=30) as answer:
+                with urllib.request.urlopen(request, timeout=timeout) as answer:
                     return answer.status, answer.read().decode()
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()
             except OSError:
                 return 0, ""
 
-        startup, readiness = (
-            container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness")
+        startup, readiness, liveness = (
+            container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")
         )
         wait_until(lambda: get(startup["port"], startup["path"])[0] == 200)
         assert get(readiness["port"], readiness["path"])[0] == 200
-        port = ports[container["livenessProbe"]["tcpSocket"]["port"]]
-        socket.create_connection(("127.0.0.1", port)).close()
+        assert get(liveness["port"], liveness["path"])[0] == 200
+        process.send_signal(signal.SIGSTOP)
+        assert get(liveness["port"], liveness["path"], timeout=1)[0] == 0
+        process.send_signal(signal.SIGCONT)
         (endpoint,) = only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
         status, metrics = get(endpoint["port"], endpoint.get("path", "/metrics"))
         assert status == 200
@@ -686,8 +684,8 @@ def test_the_variables_are_those_that_the_package_reads():
     assert variables(container).keys() == {LOG_FORMAT}
 
 
-def test_the_compile_job_compiles_once(programs, tmp_path, moto, bucket):
-    """Its script, here with the cpu backend: again only where the output in S3 is not whole."""
+def test_the_compile_job_never_changes_an_output(programs, tmp_path, moto, bucket):
+    """Its script, here with the cpu backend: it compiles where no output was finished, in S3 or on a volume."""
     manifests = rendered("inf2-xlarge")
     (job,) = (one for one in manifests if one["kind"] == "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -695,47 +693,81 @@ def test_the_compile_job_compiles_once(programs, tmp_path, moto, bucket):
     given = yaml.safe_load(EXAMPLES["inf2-xlarge"].read_text())["models"]["llama-3.2-3b"]
     for name, place in (("compile", given["model"]), ("serve", given["compiled"])):
         assert f"option.model_id={place}\n" in f"{files[f'{name}.properties']}\n"
-    assert variables(container)["COMPILED"] == given["compiled"]
-    for name, text in files.items():
-        model = TINY if name == "compile.properties" else "s3://models/tiny"
-        changed = re.sub("(?m)^option.model_id=.*$", f"option.model_id={model}", text)
-        (tmp_path / name).write_text(changed.replace("n_positions=4096", "n_positions=256"))
+    assert container["args"][0] == given["compiled"]
     environ = {
         **programs,
         **variables(container),
         **KEYS,
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{moto}",
-        "COMPILED": "s3://models/tiny",
+        "AWS_MAX_ATTEMPTS": "1",
         "OPTION_MODEL_LOADER": "cpu",
     }
-    command = [
-        *container["command"],
-        container["args"][0].replace("/etc/djl-neuronx", str(tmp_path)),
-    ]
+    python, script = container["command"]
+    assert python == "python"
+    for path in TINY.iterdir():
+        bucket.put_object(Bucket="models", Key=f"source/{path.name}", Body=path.read_bytes())
+    in_s3, folder = "s3://models/tiny", str(tmp_path / "tiny")
 
-    def run() -> tuple[bool, str]:
-        """True if it compiled, and its output."""
-        ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        text = ran.stdout + ran.stderr
-        assert ran.returncode == 0, text
-        return "nothing to compile" not in ran.stdout, text
+    def job_ends(
+        output: str = in_s3, model: str = "s3://models/source", extra: str = "", **more: str
+    ) -> tuple[int, str]:
+        """The status and output of the Job."""
+        for name, text in files.items():
+            source = model if name == "compile.properties" else output
+            changed = re.sub("(?m)^option.model_id=.*$", f"option.model_id={source}", text)
+            changed = changed.replace("n_positions=4096", "n_positions=256")
+            (tmp_path / name).write_text(changed + extra if "properties" in name else changed)
+        ran = subprocess.run(
+            [sys.executable, tmp_path / Path(script).name, output, container["args"][1]],
+            env={**environ, **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return ran.returncode, ran.stdout + ran.stderr
 
-    def manifest() -> dict[str, Any]:
-        return json.load(bucket.get_object(Bucket="models", Key="tiny/manifest.json")["Body"])
+    def manifest() -> bytes:
+        return bucket.get_object(Bucket="models", Key="tiny/manifest.json")["Body"].read()
 
-    assert run()[0]
+    for output in (in_s3, folder):
+        for compiles in (True, False):
+            status, text = job_ends(output)
+            assert status == 0, text
+            assert ("nothing to compile" not in text) == compiles
     whole = manifest()
-    assert not run()[0]
-    killed = json.dumps(
-        unfinished(whole["files"])
-    ).encode()  # what an upload leaves that was killed
+    with held_port() as closed:
+        for change, message in (
+            ({"model": str(TINY)}, "compiled from another model.*name another folder"),
+            ({"extra": "\noption.revision=v2"}, "compiled from another model.*name another folder"),
+            ({"extra": "\noption.n_position=9"}, "n_position.*cannot be served, see"),
+            ({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{closed}"}, "s3://models/tiny"),
+        ):
+            status, text = job_ends(**change)
+            assert status != 0, text
+            assert re.search(message, text, re.DOTALL), text
+            assert manifest() == whole
+    # What an upload leaves that was killed, which no pod has ever read.
+    files_of = json.loads(whole)["files"]
+    killed = json.dumps(unfinished(files_of)).encode()
     bucket.put_object(Bucket="models", Key="tiny/manifest.json", Body=killed)
-    assert run()[0]
-    assert manifest()["files"].keys() == whole["files"].keys()
+    status, text = job_ends()
+    assert status == 0, text
+    assert json.loads(manifest())["files"].keys() == files_of.keys()
     bucket.delete_object(Bucket="models", Key="tiny/manifest.json")
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert ran.returncode != 0, "a model that is no output of this package would be replaced"
-    assert "s3://models/tiny" in ran.stderr
+    status, text = job_ends()
+    assert status != 0, "a model that is no output of this package would be replaced"
+    assert in_s3 in text
+
+
+def test_another_model_replaces_the_pods():
+    pods = [
+        only(manifests, "Deployment")["spec"]["template"]
+        for manifests in (
+            rendered("inf2-xlarge"),
+            rendered("inf2-xlarge", 'models.llama-3\\.2-3b.model="s3://b/other"'),
+        )
+    ]
+    assert pods[0] != pods[1]
 
 
 BASE = EXAMPLES["inf2-xlarge"] if EXAMPLES else None
@@ -786,6 +818,17 @@ REFUSED = {
     "a pool of nodes without a role": ("karpenter.enabled=true", "role"),
     "a pool without a picker": ("inferencePool.enabled=true", "name"),
     "no image": ('image.repository=""', "repository"),
+    "a claim of two fields": ('modelsClaim="a}\\n          hostPath: {path: /"', "modelsClaim"),
+    "a scheduler of two lines": ('schedulerName="a\\nhostNetwork: true"', "schedulerName"),
+    "a secret with a brace": ('secrets.apiKeys={"name": "a}", "key": "b"}', "name"),
+    "a key with a brace": ('secrets.apiKeys={"name": "a", "key": "b}"}', "key"),
+    "an image of two lines": ('image.repository="a\\nb"', "repository"),
+    "a role of two lines": ('karpenter.role="a\\nb"', "role"),
+    "a tag of two lines": ('karpenter.discovery="a\\nb"', "discovery"),
+    "an AMI with a brace": ('karpenter.image="al2023@latest}"', "image"),
+    "a picker of two lines": ('inferencePool.picker.name="a\\nb"', "name"),
+    "Prometheus of two lines": ('autoscaling.prometheus="http://a\\nb"', "prometheus"),
+    "longer than an HPA may wait": ("autoscaling.cooldownSeconds=3601", "cooldownSeconds"),
     "half a digest": ('image.digest="sha256:1"', "digest"),
 }
 """Settings that the schema refuses, to the name in its message."""
@@ -823,6 +866,9 @@ CONTRADICTIONS = {
         'schedulerName="my-scheduler"',
     ): "one series",
     ('models.llama-3\\.2-3b.model="/models/a"',): "set modelsClaim",
+    ("cpu=4",): "inf2.xlarge has 4 CPUs and 16Gi",
+    ('memory="16Gi"',): "inf2.xlarge has 4 CPUs and 16Gi",
+    ('autoscaling={"by": "hpa", "slotsInUse": 9}',): "is 9, and a pod has at most 8 slots",
 }
 """Settings that contradict each other, to the message."""
 
@@ -838,6 +884,54 @@ def test_bad_values_are_refused():
         if ran.returncode == 0 or not re.search(message, ran.stderr):
             wrong.append((several, ran.returncode, ran.stderr))
     assert not wrong
+
+
+def test_text_stays_text():
+    """Words that YAML takes for numbers and truth values, as names; and what else a schema must let through."""
+    words = (
+        'modelsClaim="123"',
+        'schedulerName="true"',
+        'secrets={"apiKeys": {"name": "1e3", "key": "yes"}, "hubToken": {"name": "0", "key": "no"}}',
+        'env={"y": "1", "TOKENIZERS_PARALLELISM": "false"}',
+        'karpenter={"enabled": true, "role": "123", "discovery": "true"}',
+    )
+    ran = template(EXAMPLES["scale-to-zero"], *words, release="on")
+    assert ran.returncode == 0, ran.stderr
+    manifests = [one for one in yaml.safe_load_all(ran.stdout) if one]
+    assert {type(one["metadata"]["name"]) for one in manifests} == {str}
+    labels = "app.kubernetes.io/instance"
+    assert {one["metadata"]["labels"][labels] for one in manifests} == {"on"}
+    spec, container = pod(manifests), server(manifests)
+    assert spec["schedulerName"] == "true"
+    assert {"claimName": "123"} in [one.get("persistentVolumeClaim") for one in spec["volumes"]]
+    assert variables(container).items() >= {"y": "1", "TOKENIZERS_PARALLELISM": "false"}.items()
+    references = [
+        one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one
+    ]
+    assert references == [{"name": "0", "key": "no"}, {"name": "1e3", "key": "yes"}]
+    nodes = only(manifests, "EC2NodeClass")["spec"]
+    assert nodes["role"] == "123"
+    assert nodes["subnetSelectorTerms"] == [{"tags": {"karpenter.sh/discovery": "true"}}]
+
+
+def expanded(text: str) -> str:
+    """Text of an argument as a process gets it. Source: Kubernetes, "Define Dependent Environment Variables"."""
+    return re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "a secret", text)
+
+
+def test_a_dollar_does_not_bring_in_a_secret():
+    given = "$(HF_TOKEN) $$(HF_TOKEN) $a$"
+    manifests = rendered(
+        "inf2-xlarge",
+        f"env={json.dumps({'A': given})}",
+        f"serverOptions={json.dumps({'access_log': given})}",
+        'models.llama-3\\.2-3b.compiled="s3://b/$(A)"',
+    )
+    (job,) = (one for one in manifests if one["kind"] == "Job")
+    (compiler,) = job["spec"]["template"]["spec"]["containers"]
+    assert expanded(compiler["args"][0]) == "s3://b/$(A)"
+    assert expanded(server(manifests)["args"][-1]) == f"--option=access_log={given}"
+    assert expanded(variables(server(manifests))["A"]) == given
 
 
 def test_options_reach_the_server_as_they_are(tmp_path):

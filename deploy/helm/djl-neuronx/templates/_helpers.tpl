@@ -1,12 +1,12 @@
 {{- define "djl.selector" -}}
 app.kubernetes.io/name: djl-neuronx
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: server
 {{- end }}
 
 {{- define "djl.labels" -}}
 app.kubernetes.io/name: djl-neuronx
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
@@ -78,8 +78,13 @@ securityContext:
   seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
+{{- /* Text of a variable or argument, where the kubelet replaces $(NAME) by a variable, and $$ by $. */}}
+{{- define "djl.literal" -}}
+{{ replace "$" "$$" . | quote }}
+{{- end }}
+
 {{- define "djl.container" -}}
-image: {{ .Values.image.repository }}:{{ .Values.image.tag }}{{ with .Values.image.digest }}@{{ . }}{{ end }}
+image: "{{ .Values.image.repository }}:{{ .Values.image.tag }}{{ with .Values.image.digest }}@{{ . }}{{ end }}"
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -87,23 +92,10 @@ securityContext:
 env:
   - {name: DJL_NEURONX_LOG_FORMAT, value: json}
   {{- range $name, $value := .Values.env }}
-  - {name: {{ $name }}, value: {{ $value | quote }}}
+  - {name: {{ $name | quote }}, value: {{ include "djl.literal" $value }}}
   {{- end }}
   {{- with .Values.secrets.hubToken.name }}
   - name: HF_TOKEN
-    valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.secrets.hubToken.key }}}}
+    valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.secrets.hubToken.key | quote }}}}
   {{- end }}
-{{- end }}
-
-{{- /* Where a pod of these models runs: nodes of the instance type, whose taint it tolerates. */}}
-{{- define "djl.onDevices" -}}
-{{- with .Values.schedulerName }}
-schedulerName: {{ . }}
-{{- end }}
-nodeSelector:
-  node.kubernetes.io/instance-type: {{ .Values.instanceType }}
-  {{- with .Values.nodeSelector }}{{ toYaml . | nindent 2 }}{{ end }}
-tolerations:
-  - {key: aws.amazon.com/neuron, operator: Exists, effect: NoSchedule}
-  {{- with .Values.tolerations }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
