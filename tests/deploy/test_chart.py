@@ -480,6 +480,9 @@ def test_the_compile_hook_has_what_it_needs_before_the_release_exists():
     }
     jobs = [one["spec"]["template"]["spec"] for one in hooks if one["kind"] == "Job"]
     assert len(jobs) == len(names["Job"]) == 4
+    # With OnFailure the pod, and its log with the reason, is removed when the Job has failed.
+    assert {job["restartPolicy"] for job in jobs} == {"Never"}
+    assert {one["spec"]["backoffLimit"] for one in hooks if one["kind"] == "Job"} == {0}
     assert {job["serviceAccountName"] for job in jobs} == names["ServiceAccount"]
     volumes = {
         volume["configMap"]["name"]
