@@ -27,7 +27,9 @@ import yaml
 from djl_python_neuronx import cli
 from djl_python_neuronx.artifacts.manifest import unfinished
 from djl_python_neuronx.config.findings import Problems
+from djl_python_neuronx.config.options import NAMES, option
 from djl_python_neuronx.config.resolve import read_settings
+from djl_python_neuronx.config.server_options import ServerOptions
 from djl_python_neuronx.config.sources import API_KEYS, LOG_FORMAT, parse_properties
 from djl_python_neuronx.config.values import jsonable
 from djl_python_neuronx.loading.check import check_all
@@ -107,9 +109,9 @@ def rendered(example: str, *settings: str) -> Sequence[dict[str, Any]]:
 
 
 def template(
-    values: Path, *settings: str, release: str = "llm"
+    values: Path, *settings: str, release: str = "llm", by: str = "--set-json"
 ) -> subprocess.CompletedProcess[str]:
-    more = [word for setting in settings for word in ("--set-json", setting)]
+    more = [word for setting in settings for word in (by, setting)]
     version = ("--kube-version", KUBERNETES[0])
     return helm(
         "template", release, str(CHART), "-n", "serving", *version, "-f", str(values), *more
@@ -267,6 +269,51 @@ def test_the_table_of_instances_is_the_packages():
     }
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert schema["properties"]["instanceType"]["enum"] == [*INSTANCES]
+
+
+def test_options_that_the_chart_reads_have_one_name_and_one_place():
+    """Aliases, and options of models on the server's command line, would go past the devices that the chart counts."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    options = schema["models"]["additionalProperties"]["properties"]["options"]["properties"]
+    refused = {name for name, value in options.items() if value is False}
+    read = {NAMES[name] for name in options}
+    assert {name for name in NAMES if NAMES[name] in read and NAMES[name] != name} <= refused
+    variables = {name for counted in read for name in option(counted).env}
+    pattern = schema["env"]["propertyNames"]["not"]["pattern"].removeprefix("(?i)")
+    assert {name for name in variables if not re.search(pattern, name)} == set()
+    of_server = schema["serverOptions"]["propertyNames"]["enum"]
+    assert {*of_server} | refused & ServerOptions.model_fields.keys() == {
+        *ServerOptions.model_fields
+    }
+
+
+def numbers(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers of nested values, by their paths."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{path}{name}.")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield path + name, value
+
+
+def test_numbers_of_set_are_those_of_a_file():
+    """Templates have the first as int64, and the second as float64; the largest is printed without an exponent."""
+    example = EXAMPLES["inf2-48xlarge"]
+    expected = template(example).stdout
+    found = [*numbers(yaml.safe_load((CHART / "values.yaml").read_text()))]
+    found += numbers(yaml.safe_load(example.read_text()))
+    assert {"compile.seconds", "models.tinyllama.options.replicas"} <= dict(found).keys()
+    for path, value in dict(found).items():
+        ran = template(example, f"{path}={value}", by="--set")
+        assert (ran.stdout, ran.stderr) == (expected, ""), path
+    schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]
+    largest = schema["number"]["maximum"]
+    assert largest == schema["count"]["maximum"]
+    times = ("coreWait", "load", "compile", "endpoints", "drain")
+    settings = (f"compile.seconds={largest}", *(f"seconds.{name}={largest}" for name in times))
+    ran = template(example, *settings)
+    assert "activeDeadlineSeconds: 999999\n" in ran.stdout
+    assert "e+" not in ran.stdout
 
 
 def settings(manifests: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -444,6 +491,38 @@ class TestExample:
         policy = only(manifests, "NetworkPolicy")["spec"]["ingress"]
         assert {port["port"] for rule in policy for port in rule["ports"]} == named_ports
         assert only(manifests, "Service")["spec"]["ports"][0]["targetPort"] in named_ports
+
+
+def test_memory_and_cpus_follow_the_share_of_devices():
+    """As many pods as the devices allow fit on the host, which keeps a twentieth; a given value stays."""
+    for instance, degree, pods in (
+        ("inf2.xlarge", 2, 1),
+        ("inf2.8xlarge", 2, 1),
+        ("inf2.48xlarge", 24, 1),
+        ("inf2.48xlarge", 2, 12),
+        ("trn1.32xlarge", 8, 4),
+        ("trn2.48xlarge", 64, 1),
+    ):
+        options = {"tensor_parallel_degree": degree}
+        given = (
+            f"models={json.dumps({'tinyllama': {'model': 'a/b', 'options': options}})}",
+            f'instanceType="{instance}"',
+            'schedulerName="my-scheduler"',
+        )
+        host = INSTANCES[instance]
+        for resource in ("neuron", "neuroncore"):
+            resources = server(rendered("inf2-xlarge", *given, f'resource="{resource}"'))[
+                "resources"
+            ]
+            taken = bytes_of(resources["limits"]["memory"]) / GIB * pods
+            assert resources["requests"]["memory"] == resources["limits"]["memory"]
+            assert 0.8 * host.host_memory_gib < taken < 0.96 * host.host_memory_gib, (
+                instance,
+                taken,
+            )
+            assert 0.7 * host.vcpus < resources["requests"]["cpu"] * pods < 0.96 * host.vcpus
+        chosen = server(rendered("inf2-xlarge", *given, 'memory="9Gi"', "cpu=2"))["resources"]
+        assert (chosen["limits"]["memory"], chosen["requests"]["cpu"]) == ("9Gi", 2)
 
 
 def test_a_part_of_a_device_is_a_whole_one():
@@ -812,6 +891,25 @@ REFUSED = {
     "a key in place of a secret": ('secrets.apiKeys="k"', "apiKeys"),
     "a secret without its key": ('secrets.apiKeys={"name": "a"}', "key"),
     "the port of metrics": ("serverOptions.admin_port=9001", "admin_port"),
+    "an option of models for the server": (
+        "serverOptions.tensor_parallel_degree=8",
+        "tensor_parallel_degree",
+    ),
+    "the port of metrics as an option of a model": (
+        "models.llama-3\\.2-3b.options.admin_port=9001",
+        "admin_port",
+    ),
+    "an option by its other name": ("models.llama-3\\.2-3b.options.pp_degree=2", "pp_degree"),
+    "copies among the variables": (
+        'env={"SAGEMAKER_NUM_MODEL_WORKERS": "2"}',
+        "SAGEMAKER_NUM_MODEL_WORKERS",
+    ),
+    "a degree among the variables": (
+        'env={"PIPELINE_PARALLEL_DEGREE": "2"}',
+        "PIPELINE_PARALLEL_DEGREE",
+    ),
+    "a compile of weeks": ("compile.seconds=1000000", "seconds"),
+    "a tag in the repository": ('image.repository="r/djl:nxdi"', "repository"),
     "no wait for endpoints": ("seconds.endpoints=0", "endpoints"),
     "a load of no time": ("seconds.load=0", "load"),
     "memory as a number": ("memory=14", "memory"),
@@ -869,6 +967,20 @@ CONTRADICTIONS = {
         'schedulerName="my-scheduler"',
     ): "one series",
     ('models.llama-3\\.2-3b.model="/models/a"',): "set modelsClaim",
+    (
+        f"models.b={MODEL % ''}",
+        'models.b.compiled="s3://my-models/llama-3.2-3b-inf2-sdk2.31/"',
+        'instanceType="inf2.24xlarge"',
+        'schedulerName="my-scheduler"',
+    ): "compiled is that of another model",
+    (
+        'models.llama-3\\.2-3b.compiled="s3://my-models/llama-3.2-3b/"',
+    ): "models.llama-3.2-3b.compiled is its model",
+    ('nodeSelector={"node.kubernetes.io/instance-type": "inf2.xlarge"}',): "set instanceType",
+    (
+        'karpenter={"enabled": true, "role": "r", "discovery": "d"}',
+        'nodeSelector={"karpenter.sh/capacity-type": "spot"}',
+    ): "set karpenter.capacityType",
     ("cpu=4",): "inf2.xlarge has 4 CPUs and 16Gi",
     ('memory="16Gi"',): "inf2.xlarge has 4 CPUs and 16Gi",
     ('autoscaling={"by": "hpa", "slotsInUse": 9}',): "is 9, and a pod has at most 8 slots",
@@ -886,6 +998,14 @@ def test_bad_values_are_refused():
         ran = template(BASE, *several)
         if ran.returncode == 0 or not re.search(message, ran.stderr):
             wrong.append((several, ran.returncode, ran.stderr))
+    long = ("-n", "n" * 60, "--kube-version", KUBERNETES[0], "-f", str(EXAMPLES["scale-to-zero"]))
+    ran = helm("template", "llm", str(CHART), *long)
+    if ran.returncode == 0 or "NodePool" not in ran.stderr:
+        wrong.append((long, ran.returncode, ran.stderr))
+    for release in ("123", "1llm", "l.v1"):
+        ran = template(BASE, release=release)
+        if ran.returncode == 0 or f"name {release} is no name of a Service" not in ran.stderr:
+            wrong.append((release, ran.returncode, ran.stderr))
     assert not wrong
 
 
