@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import tempfile
 
 import pytest
 
-from tests.doc_tests.__main__ import UNSHARE, main
+from tests.doc_tests import __main__ as runner
+from tests.doc_tests.__main__ import main, obstacle
 from tests.doc_tests.blocks import ROOT, blocks, pages, problem
 
 
@@ -68,13 +69,25 @@ def _page(rows) -> str:
     return "\n".join(parts)
 
 
-def test_right_blocks_pass_and_each_wrong_one_fails_with_its_reason(tmp_path, capsys):
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    ran = subprocess.run(
-        [*UNSHARE, *user, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
-    )
-    if ran.returncode and os.environ.get("CI") != "true":
-        pytest.skip(f"needs namespaces of Linux: {ran.stderr.decode()}")
+def test_a_machine_that_cannot_run_pages_is_one_error(monkeypatch, capsys):
+    for command, reason in (
+        (["no-such-unshare"], "no-such-unshare"),
+        (["sh", "-c", "echo no >&2; exit 1"], ": no"),
+    ):
+        monkeypatch.setattr(runner, "UNSHARE", command)
+        assert main([], jobs=1) == 1
+        said = capsys.readouterr()
+        assert not said.out
+        assert "needs Linux, and root with the right to mount" in said.err
+        assert reason in said.err
+
+
+def test_right_blocks_pass_and_each_wrong_one_fails_with_its_reason(tmp_path, capsys, monkeypatch):
+    if (why := obstacle()) and os.environ.get("CI") != "true":
+        pytest.skip(f"needs Linux, and root: {why}")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     for name, rows in (("right", RIGHT), ("wrong", WRONG)):
         (tmp_path / f"{name}.md").write_text(_page(rows), encoding="utf-8")
     assert main([str(tmp_path / "right.md")], jobs=1) == 0, capsys.readouterr().out
@@ -82,6 +95,7 @@ def test_right_blocks_pass_and_each_wrong_one_fails_with_its_reason(tmp_path, ca
     assert "10 of 13 blocks of commands were run (77%), 0 failed, 1 were checked" in said, said
     assert "2 were left out; 2 of 2 blocks of data are valid" in said
     assert not (ROOT / "made-by-a-doc-test").exists()
+    assert not [*(tmp_path / "temporary").iterdir()]
 
     assert main([str(tmp_path / "wrong.md")], jobs=1) == 1
     verdicts = capsys.readouterr().out.split("\nfailed ")

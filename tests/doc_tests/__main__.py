@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.doc_tests.blocks import COMMANDS, ROOT, blocks, pages
 
@@ -20,16 +21,32 @@ PAGE_S = 300
 UNSHARE = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
+def obstacle() -> str:
+    """The reason for which no page can run on this machine; empty if pages can."""
+    try:
+        with TemporaryDirectory() as folder:
+            mount = ["mount", "-t", "overlay", "overlay", "-o", "lowerdir=/usr:/etc", folder]
+            ran = subprocess.run([*UNSHARE, *mount], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return str(error)
+    return ran.stderr.strip() if ran.returncode else ""
+
+
 def run(page: str) -> list[dict[str, str]]:
     """The results of a page's blocks."""
     if not any(blocks(page, (ROOT / page).read_text(encoding="utf-8"))):
         return []
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    command = [*UNSHARE, *user, sys.executable, "-m", "tests.doc_tests.page", page]
+    command = [*UNSHARE, sys.executable, "-m", "tests.doc_tests.page", page]
     try:
-        ran = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=PAGE_S, check=False
-        )
+        with TemporaryDirectory() as folder:  # the mount on it ends with the page
+            ran = subprocess.run(
+                [*command, folder],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=PAGE_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         return [_failed(page, f"not done after {PAGE_S} s")]
     results = [json.loads(line) for line in ran.stdout.splitlines()]
@@ -43,6 +60,12 @@ def _failed(page: str, why: str) -> dict[str, str]:
 
 
 def main(chosen: list[str], jobs: int) -> int:
+    if why := obstacle():
+        print(
+            f"tests.doc_tests needs Linux, and root with the right to mount: {why}",
+            file=sys.stderr,
+        )
+        return 1
     names = [os.path.relpath(Path(name).resolve(), ROOT) for name in chosen] or pages()
     data: Counter[str] = Counter()
     counts: Counter[str] = Counter()

@@ -2,7 +2,8 @@
 
 What a command writes goes to memory and is gone with the page, ports are the page's alone, no other machine can be
 reached, and what still runs at the end of the page ends. The models, the hub, S3 and programs of the docs are there as
-the tables below name them. It needs `unshare`, and root or user namespaces.
+the tables below name them. It needs `unshare` and root: in a user namespace, Linux refuses an overlay over a folder
+below which something is mounted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,10 +55,12 @@ ALWAYS = ("djl-neuronx", "make", "pip", "python", "python3", "python3.10", "curl
 _NO_COPY = ("/proc", "/sys", "/dev")
 
 
-def enter() -> None:
-    """Move this process onto the copy. It must be alone in new namespaces of mounts, network and processes."""
+def enter(base: Path) -> None:
+    """Move this process onto the copy, which is mounted on a folder.
+
+    It must be alone in new namespaces of mounts, network and processes.
+    """
     points = _mount_points()
-    base = Path(tempfile.mkdtemp())
     _mount("-t", "tmpfs", "tmpfs", base)
     new = base / "root"
     for number, point in enumerate(points):

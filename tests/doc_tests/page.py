@@ -1,4 +1,4 @@
-"""One page: its blocks run one after another on a machine of their own. `python -m tests.doc_tests.page PAGE`.
+"""One page: its blocks run one after another on a machine of their own. `python -m tests.doc_tests.page PAGE FOLDER`.
 
 Shell blocks of a page share folder and variables. The result is one line of JSON for each block.
 """
@@ -44,9 +44,9 @@ class BlockError(Exception):
     """A block that fails; the message has its output."""
 
 
-def main(page: str) -> None:
+def main(page: str, folder: str) -> None:
     text = Path(page).read_text(encoding="utf-8")
-    machine.enter()
+    machine.enter(Path(folder))
     environ = machine.furnish(text)
     for block in blocks(page, text):
         began = time.monotonic()
@@ -145,5 +145,5 @@ def compare(command: str, wanted: str, found: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
     os._exit(0)  # servers of this process are threads
