@@ -2,8 +2,8 @@
 
 Links of the documents are those of the repository, `../docker/README.md` or `../configs`, so that they lead somewhere
 on a code host too. A target outside docs/ becomes a page below repository/: a document as it is, a text in a code
-block, a folder as all of its texts. What does not exist stays a link that MkDocs cannot resolve, which fails the
-build.
+block, a folder as all of its texts that git has. What does not exist stays a link that MkDocs cannot resolve, which
+fails the build.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -124,8 +126,19 @@ def _page(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     if not path.is_dir():
         return f"# {name}\n\n{_code(path)}"
-    chapters = (f"## {one.name}\n\n{_code(one)}" for one in sorted(path.iterdir()) if one.is_file())
+    chapters = (f"## {one.name}\n\n{_code(one)}" for one in sorted(_files(path)))
     return f"# {name}\n\n" + "\n".join(chapters)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of a folder: in a checkout, not those that only lie about."""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "-C", str(folder), "ls-files", "-z"]
+        listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
+        candidates = [folder / name for name in listed.split("\0") if name]
+    else:
+        candidates = [*folder.iterdir()]
+    return (path for path in candidates if path.parent == folder and path.is_file())
 
 
 def _code(path: Path) -> str:
