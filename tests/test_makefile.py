@@ -83,6 +83,8 @@ REPEATABLE = "--hypothesis-profile=repeatable"
 
 def test_ci_upgrades_and_takes_an_old_python_for_the_old_versions(run, program):
     program("make", MAKE)
+    program("go")
+    program("unshare")
     program("python-x")
     old = program("python3.10")
     ran, lines = run(str(ROOT / ".ci/run"), PYTHON="python-x")
@@ -115,6 +117,16 @@ def test_ci_says_when_no_python_is_old_enough(run, program):
     assert ran.returncode == 1
     assert "PYTHON_SDK=" in ran.stderr
     assert not [line for line in lines if line.startswith("make ")]
+
+
+@pytest.mark.parametrize("missing", ["go", "unshare"])
+def test_ci_looks_first_for_what_its_last_legs_need(missing, run, program):
+    for name in ("make", "go", "unshare", "python-x"):
+        program(name, "#!/bin/sh\nexit 1\n" if name == missing else FAKE)
+    ran, lines = run(str(ROOT / ".ci/run"), PYTHON="python-x")
+    assert ran.returncode == 1
+    assert f"`{missing} " in ran.stderr
+    assert not [line for line in lines if "/make" in line]
 
 
 NIGHTLY = MAKE + 'echo "3 passed, 1 skipped in 0.5s"\n'
