@@ -904,6 +904,7 @@ REFUSED = {
         'env={"SAGEMAKER_NUM_MODEL_WORKERS": "2"}',
         "SAGEMAKER_NUM_MODEL_WORKERS",
     ),
+    "an argument of DJL Serving": ('env={"ARGS_REPLICAS": "2"}', "ARGS_REPLICAS"),
     "a degree among the variables": (
         'env={"PIPELINE_PARALLEL_DEGREE": "2"}',
         "PIPELINE_PARALLEL_DEGREE",
