@@ -9,7 +9,7 @@ each kind of arrivals and each policy:
 
 * `arrivals`: bursty: eight at once, with prompts of 2,048 tokens, every `--every` s; poisson: at `--load` of the rate
   at which a full queue is served; trace: of a CSV file, whose first columns are those of Azure's traces of LLM
-  inference: timestamp, input tokens, output tokens.
+  inference: timestamp (seconds, or date and time), input tokens, output tokens.
 * `policy`: ours; ours, chunks: with `enable_chunked_prefill` and `--chunk` tokens in a step; old: LMI's Neuron rolling
   batch, a call of which prefills all that wait and find a slot, one after another and each in the bucket of the
   longest, while the others pause, and gives their first tokens together; or else it decodes. old, our host: that with
@@ -21,13 +21,18 @@ each kind of arrivals and each policy:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import math
 import random
+import re
+import shutil
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from math import log10
 from pathlib import Path
@@ -39,9 +44,11 @@ from sleep_device import print_rows
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.backends.shapes import choose_bucket
+from djl_python_neuronx.config.flags import above_zero
+from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.planning.case import Case
-from djl_python_neuronx.planning.machines import named
+from djl_python_neuronx.planning.machines import INSTANCES, named
 from djl_python_neuronx.planning.step_times import StepTimes, step_times
 from djl_python_neuronx.simulation import Arrival, Record, simulate, spec_of, summarise
 
@@ -68,13 +75,22 @@ SEED = 1
 
 
 def case_of(config: Path, instance: str, options: dict[str, str]) -> Case:
-    """Return a model's case on a machine, with all options filled in."""
+    """Return a model's case on a machine, with all options filled in.
+
+    Raises:
+        OSError: the file cannot be read.
+        ServingError: `check` refuses it, or its steps have no known times.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(config.read_text())
+        shutil.copyfile(config, Path(folder) / "config.json")
         report = check(folder, environ={}, overrides=options, machine=named(instance))
-    if report.prepared is None:
-        sys.exit("\n".join(report.findings.messages("error")))
-    return report.prepared.case
+    report.findings.raise_errors()
+    assert report.prepared is not None
+    case = report.prepared.case
+    if case.on_cpu or case.options.speculating or case.worlds > 1:
+        msg = "the times of CPUs, draft models and pipelines are not known; leave out the options that ask for them"
+        raise ConfigError(msg)
+    return case
 
 
 def old_policy(
@@ -143,32 +159,52 @@ def poisson(requests: Sequence[Arrival], per_s: float) -> list[Arrival]:
     return found
 
 
+DATE = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d|)")
+COLUMNS = (
+    "timestamp (seconds, or in all lines a date and time such as 2023-11-16 18:15:46.68), input tokens and output "
+    "tokens (whole numbers above 0)"
+)
+
+
 def read_trace(path: Path) -> list[Arrival]:
     """Return the arrivals of a file whose columns are timestamp, input and output tokens, from the first one on.
 
     Raises:
-        ValueError: a row has something else; the message has its number.
+        OSError: the file cannot be read.
+        ValueError: a row has something else; the message has its line.
     """
-    with path.open(newline="") as file:
-        rows = [*csv.reader(file)][1:]
-    found = [_request(row, f"{path}, line {number}") for number, row in enumerate(rows, 2)]
-    if not found:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader = csv.reader(file)
+        rows = [(reader.line_num, row) for row in reader if "".join(row).strip()]
+    if rows and not re.search(r"\d", "".join(rows[0][1])):
+        del rows[0]  # the names
+    if not rows:
         msg = f"{path} has no rows; expected a line of names, then one for each request"
         raise ValueError(msg)
-    first = min(at for at, _, _ in found)
-    return [
-        Arrival(float((at - first) / np.timedelta64(1, "s")), prompt_len, output_len)
-        for at, prompt_len, output_len in found
-    ]
+    dated = ":" in rows[0][1][0]
+    found = [_arrival(row, f"{path}, line {line}", dated=dated) for line, row in rows]
+    first_s = min(one.at_s for one in found)
+    return [one._replace(at_s=one.at_s - first_s) for one in found]
 
 
-def _request(row: Sequence[str], place: str) -> tuple[np.datetime64, int, int]:
+def _arrival(row: Sequence[str], place: str, *, dated: bool) -> Arrival:
     try:
-        at, prompt_len, output_len = row[:3]
-        return np.datetime64(at.strip()), int(prompt_len), int(output_len)
-    except ValueError as error:
-        msg = f"{place}: {','.join(row)}; expected timestamp, input tokens and output tokens"
+        at, *lengths = row[:3]
+        prompt_len, output_len = (int(above_zero(int)(one)) for one in lengths)
+        return Arrival(_seconds(at.strip(), dated=dated), prompt_len, output_len)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        msg = f"{place}: {','.join(row)}; expected {COLUMNS}"
         raise ValueError(msg) from error
+
+
+def _seconds(text: str, *, dated: bool) -> float:
+    if dated and (parts := DATE.fullmatch(text)):
+        day, time, fraction, zone = parts.groups("0")
+        at = datetime.fromisoformat(f"{day} {time}{zone.replace('Z', '') or '+00:00'}")
+        return at.timestamp() + float(fraction)
+    if not dated and math.isfinite(seconds := float(text)):
+        return seconds
+    raise ValueError(text)
 
 
 @dataclass(frozen=True)
@@ -188,8 +224,7 @@ class Policy:
 def policies(arguments: argparse.Namespace) -> tuple[ModelSpec, list[Policy]]:
     """Return the shapes of prompts that are served whole, and the policies that are compared."""
     slots = arguments.slots
-    options = {**OPTIONS, **dict(one.split("=", 1) for one in arguments.option)}
-    options["max_rolling_batch_size"] = str(slots)
+    options = {**OPTIONS, **dict(arguments.option), "max_rolling_batch_size": str(slots)}
     case = case_of(arguments.config, arguments.instance, options)
     spec, times = spec_of(case), step_times(case)
     measured = [first + more * (slots - 8) for first, more in (OURS, OLD)]
@@ -244,6 +279,9 @@ def compare(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of `compare`, and write its plots."""
     spec, served = policies(arguments)
     for name, arrivals in loads(arguments, spec, served[0]):
+        if all(one.output_len == 1 for one in arrivals):
+            msg = f"{name}: all answers have one token, so there is no time between tokens; expected longer ones"
+            raise ValueError(msg)
         gaps_s = {}
         for policy in served:
             records = policy.records(arrivals)
@@ -323,6 +361,31 @@ def plot(title: str, gaps_s: Mapping[str, Sequence[float]]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return the type of an argument that is 0 or above."""
+
+    def parsed(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 <= (value := kind(text)) < math.inf:
+                return value
+        msg = f"{text!r} is not {'a whole' if kind is int else 'a'} number from 0 on"
+        raise argparse.ArgumentTypeError(msg)
+
+    return parsed
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Return name and value of an option."""
+    name, separator, value = text.removeprefix("option.").partition("=")
+    if not separator:
+        msg = f"{text!r} is not NAME=VALUE"
+        raise argparse.ArgumentTypeError(msg)
+    if name == "max_rolling_batch_size":
+        msg = f"{name} is set by --slots; write --slots {value}"
+        raise argparse.ArgumentTypeError(msg)
+    return name, value
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -330,35 +393,51 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--config", type=Path, default=CONFIG, help="a model's config.json")
-    parser.add_argument("--instance", default="inf2.48xlarge", help="default inf2.48xlarge")
-    parser.add_argument("--slots", type=int, default=32, help="default 32")
+    parser.add_argument(
+        "--instance",
+        choices=INSTANCES,
+        default="inf2.48xlarge",
+        metavar="TYPE",
+        help="default inf2.48xlarge",
+    )
+    parser.add_argument("--slots", type=above_zero(int), default=32, help="default 32")
     words = " ".join(f"{name}={value}" for name, value in OPTIONS.items())
     parser.add_argument(
         *("-o", "--option"),
         action="append",
+        type=pair,
         default=[],
         metavar="NAME=VALUE",
         help=f"an option of the model; default {words}",
     )
     parser.add_argument(
-        "--chunk", type=int, default=512, help="tokens of a step with chunks; 0: none (default 512)"
+        "--chunk",
+        type=not_negative(int),
+        default=512,
+        help="tokens of a step with chunks; 0: none (default 512)",
     )
-    parser.add_argument("--host-us", type=float)
-    parser.add_argument("--old-host-us", type=float)
+    parser.add_argument("--host-us", type=not_negative(float))
+    parser.add_argument("--old-host-us", type=not_negative(float))
     parser.add_argument(
-        "--arrivals", nargs="*", choices=list(TITLES), default=["bursty", "poisson"]
+        "--arrivals", nargs="+", choices=list(TITLES), default=["bursty", "poisson"]
     )
-    parser.add_argument("--bursts", type=int, default=40, help="default 40")
-    parser.add_argument("--every", type=float, default=2.0, help="s between bursts (default 2)")
+    parser.add_argument("--bursts", type=above_zero(int), default=40, help="default 40")
+    parser.add_argument(
+        "--every", type=above_zero(float), default=2.0, help="s between bursts (default 2)"
+    )
     parser.add_argument(
         "--output",
-        type=int,
+        type=above_zero(int),
         nargs=2,
         default=[64, 192],
         help="least and most tokens of a burst's answers (default 64 192)",
     )
-    parser.add_argument("--requests", type=int, default=1000, help="of Poisson (default 1000)")
-    parser.add_argument("--load", type=float, default=0.8, help="of Poisson (default 0.8)")
+    parser.add_argument(
+        "--requests", type=above_zero(int), default=1000, help="of Poisson (default 1000)"
+    )
+    parser.add_argument(
+        "--load", type=above_zero(float), default=0.8, help="of Poisson (default 0.8)"
+    )
     parser.add_argument("--trace", type=Path, help="file with arrivals")
     parser.add_argument("--plots", type=Path, help="folder for a picture of each kind of arrivals")
     return parser
@@ -370,7 +449,13 @@ def main() -> int:
     arguments = parser.parse_args()
     if ("trace" in arguments.arrivals) != (arguments.trace is not None):
         parser.error("--arrivals trace needs --trace FILE, and the other way round")
-    print_rows(compare(arguments), as_json=arguments.json)
+    least, most = arguments.output
+    if least > most:
+        parser.error(f"--output {least} {most}: expected the least tokens, then the most")
+    try:
+        print_rows(compare(arguments), as_json=arguments.json)
+    except (OSError, ServingError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0
 
 

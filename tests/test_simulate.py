@@ -103,22 +103,90 @@ def test_the_old_policy() -> None:
     assert summarise([first]).longest_stall_s == 34.0
 
 
-def test_a_trace_in_the_form_of_azures(tmp_path: Path) -> None:
+NAMES_LINE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def test_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,374,44\n"
-        "2023-11-16 18:15:50.9951690,396,109\n"
-    )
-    first, second = read_trace(path)
-    assert first == (0.0, 374, 44)
-    assert second == (pytest.approx(4.314579), 396, 109)
+    first, second = (0.0, 374, 44), (pytest.approx(4.314579), 396, 109)
+    azure = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    later, earlier = "2024-05-10 01:59:59.900000+02:00,3,4", "2024-05-09T23:59:58.4Z,1,2"
+    for name, text, expected in (
+        ("Azure's", NAMES_LINE + azure, [first, second]),
+        ("BOM, CRLF", "\ufeff" + (NAMES_LINE + azure).replace("\n", "\r\n"), [first, second]),
+        ("no names, blank lines", f"\n{azure}\n ,\n", [first, second]),
+        ("zones, unsorted", f"a,b,c\n{later}\n{earlier}\n", [(1.5, 3, 4), (0.0, 1, 2)]),
+        ("small numbers", f"{NAMES_LINE}1,10,20\n2,11,21\n", [(0.0, 10, 20), (1.0, 11, 21)]),
+        ("unsorted numbers", "a,b,c\n5.5, 3, 4,x,y\n-1,1,2\n", [(6.5, 3, 4), (0.0, 1, 2)]),
+        ("Unix", f"{NAMES_LINE}1700000000.25,1,2\n1700000001,3,4\n", [(0.0, 1, 2), (0.75, 3, 4)]),
+    ):
+        path.write_bytes(text.encode())
+        assert read_trace(path) == expected, name
     found = [*simulate.compare(_arguments("--arrivals", "trace", "--trace", str(path)))]
     assert [row["requests"] for row in found] == [2] * 4
-    for wrong in ("2023-11-16 18:15:46,374", "yesterday,374,44", "2023-11-16 18:15:46,x,44"):
-        path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{wrong}\n")
-        with pytest.raises(ValueError, match=f"line 2: {wrong}; expected timestamp"):
+
+
+def test_a_trace_with_an_error_names_line_and_form(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    for wrong in (
+        *("2,374", "2,374,4.5", "2,x,44", "2,-374,44", "2,374,0", "2;374;44"),
+        *("yesterday,3,4", "nan,3,4", "inf,3,4", "2023-11-16,3,4", "2023-11-16 18:15:46,3,4"),
+    ):
+        path.write_text(f"{NAMES_LINE}1,2,3\n\n{wrong}\n")
+        expected = re.escape(f"{path}, line 4: {wrong}; expected timestamp (seconds, or")
+        with pytest.raises(ValueError, match=expected):
             read_trace(path)
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    with pytest.raises(ValueError, match="has no rows"):
+    path.write_text(f"{NAMES_LINE}2023-11-16 18:15:46,3,4\n2023-13-16 18:15:46,3,4\n")
+    with pytest.raises(ValueError, match="line 3: 2023-13-16"):
         read_trace(path)
+    for empty in ("", NAMES_LINE):
+        path.write_text(empty)
+        with pytest.raises(ValueError, match="has no rows"):
+            read_trace(path)
+
+
+def test_what_cannot_be_simulated_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The last line has the reason, and no figures come before it."""
+    single = tmp_path / "single.csv"
+    single.write_text("1,10,1\n")
+    llama_70b = simulate.CONFIG.with_name("llama-3-70b.json")
+    wrong = []
+    for words, reason in (
+        ("--instance inf2.xlarge", "24 NeuronCores are needed and 2 can be used"),
+        (f"--config {llama_70b} -o tensor_parallel_degree=2", "does not fit"),
+        ("-o foo=1", "unknown option 'foo'"),
+        ("-o option.n_position=1024", "did you mean 'n_positions'"),
+        ("-o foo", "'foo' is not NAME=VALUE"),
+        ("-o max_rolling_batch_size=8", "write --slots 8"),
+        ("-o max_num_seqs=8", "two values of one option"),
+        ("-o model_loader=cpu", "the times of CPUs"),
+        ("-o n_positions=1024 --chunk 0 --arrivals bursty", "this deployment takes at most 1023"),
+        ("--slots 0", "--slots: '0' is not a whole number above 0"),
+        ("--slots -1", "--slots: '-1' is not"),
+        ("--chunk -1", "--chunk: '-1' is not a whole number from 0 on"),
+        ("--chunk 16", "must be above 32"),
+        ("--load -1", "--load: '-1' is not a number above 0"),
+        ("--load nan", "--load: 'nan' is not"),
+        ("--every -1", "--every: '-1' is not"),
+        ("--host-us -5", "--host-us: '-5' is not a number from 0 on"),
+        ("--old-host-us nan", "--old-host-us: 'nan' is not"),
+        ("--bursts 0", "--bursts: '0' is not"),
+        ("--requests 0", "--requests: '0' is not"),
+        ("--output 10 5", "expected the least tokens, then the most"),
+        ("--output 0 5", "--output: '0' is not"),
+        ("--instance foo", "--instance: invalid choice: 'foo'"),
+        ("--config /nope", "No such file or directory: '/nope'"),
+        ("--arrivals", "--arrivals: expected at least one argument"),
+        ("--arrivals trace", "needs --trace"),
+        ("--arrivals trace --trace /nope.csv", "No such file or directory: '/nope.csv'"),
+        (f"--arrivals trace --trace {single} --chunk 0", "all answers have one token"),
+    ):
+        monkeypatch.setattr("sys.argv", ["simulate.py", *words.split()])
+        with pytest.raises(SystemExit) as end:
+            simulate.main()
+        found = capsys.readouterr()
+        if end.value.code != 2 or found.out or reason not in found.err.splitlines()[-1]:
+            wrong.append((words, found))
+    assert not wrong
