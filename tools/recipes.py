@@ -42,8 +42,11 @@ djl-neuronx serve configs/llama3-8b-inf2.properties                     # on the
 
 They were planned, not run: no machine with Neuron devices was at hand. Tests check each with its stored `config.json`,
 and with those of the other models that it is for: no error, no warning that its comment does not explain, memory within
-19/20 of a core's. What was run, and where, is in [architectures.md](architectures.md) and
-[hardware-reports.md](hardware-reports.md).
+19/20 of a core's. Those with contributed code (`option.nxdi_model_code`: gemma2-9b-inf2, phi3-mini-inf2) are checked
+with an S3 URI in place of the code's folder, which a check does not read. Where that folder is missing, `check` refuses
+the files as they are; `-o nxdi_model_code=s3://contrib/gemma-2-9b` checks all but the code.
+
+What was run, and where, is in [architectures.md](architectures.md) and [hardware-reports.md](hardware-reports.md).
 
 **Another model.** A fine-tune has its base model's `config.json` up to vocabulary and length: take the base model's
 file, set `option.model_id`, and run `check`, which refuses what does not fit. vicuna, open_llama and CodeLlama are
