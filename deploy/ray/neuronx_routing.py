@@ -36,9 +36,10 @@ class PrefixRouter(RequestRouter):
         if not beginning or not takers:
             return [two]
         home = max(takers, key=lambda one: _weight(beginning, one.replica_id.unique_id))
-        # As in Ray's own routers: no public name has it.
-        running = self._replica_queue_len_cache.get(home.replica_id) or 0
-        is_free = running < home.replica_metadata.get("slots", home.max_ongoing_requests)
+        # Ray forgets a count after ten seconds, and it has no request of another gateway.
+        running = self.replica_queue_len_cache.get(home.replica_id) or 0
+        is_full = running >= home.replica_metadata.get("slots", home.max_ongoing_requests)
+        is_free = not (is_full or home.routing_stats.get("full", False))
         return [[home], two] if is_free else [two, [home]]
 
 

@@ -227,17 +227,26 @@ class Replica:
             raise self.model.failure
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """See `PrefixRouter`."""
-        return {"alive": not self.model.problem}
+        """See `PrefixRouter`. Ray sends each change to all gateways: so no numbers."""
+        return {"alive": not self.model.problem, "full": self._load >= self._slots}
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """See `PrefixRouter`."""
-        loop = self.model.ready().loop
-        return {"slots": loop.spec.num_slots * len(loop.copies)}
+        return {"slots": self._slots}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """See `replicas_by_load`."""
-        return {"load": float(sum(len(one.loop.streams) for one in self.model.services))}
+        return {"load": float(self._load)}
+
+    @property
+    def _slots(self) -> int:
+        loops = [one.loop for one in self.model.services]
+        return sum(one.spec.num_slots * len(one.copies) for one in loops)
+
+    @property
+    def _load(self) -> int:
+        """The number of sequences that run or wait."""
+        return sum(len(one.loop.streams) for one in self.model.services)
 
     def __del__(self) -> None:
         """End the engine. Ray calls it when the requests have ended."""

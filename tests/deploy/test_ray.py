@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -570,6 +571,64 @@ def test_the_turns_of_a_conversation_begin_alike(modules):
     assert [len(one) for one in digests] == [1] * len(alike)
     assert len(set.union(*digests)) == len(alike)
     assert digests[-1] == {""}
+
+
+def test_a_home_whose_slots_are_taken_comes_last(modules):
+    """Whether Ray's count of its requests is a new one, is forgotten, or lacks those of other gateways."""
+    from neuronx_routing import PrefixRouter
+    from neuronx_serve import Replica
+    from ray.serve._private.common import DeploymentID, ReplicaID
+    from ray.serve._private.request_router.common import ReplicaQueueLengthCache
+
+    now_s, slots = 0.0, 4
+    router = object.__new__(PrefixRouter)
+    router._replica_queue_len_cache = ReplicaQueueLengthCache(get_curr_time_s=lambda: now_s)
+
+    def stats(running: int) -> dict[str, Any]:
+        """Of a replica with so many sequences."""
+        loop = SimpleNamespace(
+            streams=range(running), spec=SimpleNamespace(num_slots=slots // 2), copies=[1, 2]
+        )
+        replica = object.__new__(Replica.func_or_class)
+        replica.model = SimpleNamespace(services=[SimpleNamespace(loop=loop)], problem="")
+        assert replica.record_replica_metadata() == {"slots": slots}
+        return replica.record_routing_stats()
+
+    replicas = [
+        SimpleNamespace(
+            replica_id=ReplicaID(name, DeploymentID("d")),
+            routing_stats=stats(0),
+            replica_metadata={"slots": slots},
+            max_ongoing_requests=slots + 1000,
+        )
+        for name in "abc"
+    ]
+    pending = SimpleNamespace(
+        metadata=SimpleNamespace(session_id="x"), routing_context=SimpleNamespace()
+    )
+
+    def chosen() -> list[list[Any]]:
+        return asyncio.run(router.choose_replicas(replicas, pending))
+
+    ((home,), _) = chosen()
+
+    def is_first() -> bool:
+        ranks = chosen()
+        assert [home] in ranks
+        return ranks[0] == [home]
+
+    router.replica_queue_len_cache.update(home.replica_id, slots - 1)
+    assert is_first()
+    router.replica_queue_len_cache.update(home.replica_id, slots)
+    assert not is_first()
+    home.routing_stats = stats(slots)
+    now_s = 60.0
+    assert router.replica_queue_len_cache.get(home.replica_id) is None
+    assert not is_first()
+    router.replica_queue_len_cache.update(home.replica_id, 1)
+    assert not is_first()
+    home.routing_stats = stats(slots - 1)
+    assert is_first()
 
 
 @pytest.fixture
