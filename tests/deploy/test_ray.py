@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -722,3 +723,11 @@ def test_the_examples_are_what_ray_and_the_plan_accept(name, llama, modules):
         assert int(limits["aws.amazon.com/neuroncore"]) >= cores * wanted["llama-3-8b"]
         graceful = found["llama-3-8b"]._deployment_config.graceful_shutdown_timeout_s
         assert pod["terminationGracePeriodSeconds"] > graceful
+
+
+def test_the_images_user_is_the_owner_of_its_cache():
+    page = (ROOT / "docs" / "ray.md").read_text("utf-8")
+    (image,) = re.findall(r"^FROM djl-python-neuronx:(\w+)$", page, re.M)
+    base = (ROOT / "docker" / f"Dockerfile.{image}").read_text("utf-8")
+    owner = re.findall(r"^USER (.*)$", base, re.M)[-1]
+    assert re.findall(r"^USER (.*)$", page, re.M)[-1] == owner
