@@ -63,10 +63,11 @@ test: $(INSTALLED) ## all tests (ARGS="-k name", JOBS=0 for one process)
 doctest: $(INSTALLED) ## the commands of the docs (ARGS=docs/check.md for one page)
 	$(BIN)/python -m tests.doc_tests $(ARGS)
 
-ray: $(INSTALLED) ## the tests of deploy/ray, with the newest Ray (ARGS=--nightly for all)
+ray: $(INSTALLED) ## the tests of deploy/ray and the commands of docs/ray.md, with the newest Ray (ARGS=--nightly for all)
 	$(PYTHON) -m venv $(RAY)
 	echo "import site; site.addsitedir('$(call site_packages,$(VENV))')" > "$(call site_packages,$(RAY))/tests.pth"
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'ray[serve]'
+	$(RAY)/bin/python -m tests.doc_tests docs/ray.md
 	$(RAY)/bin/python -m pytest $(ARGS) tests/deploy/test_ray.py
 
 mutants: $(INSTALLED) ## one-line changes that no test notices (ARGS="--seed 1 --count 60")

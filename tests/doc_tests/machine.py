@@ -50,7 +50,7 @@ BUCKETS = r"s3://[\w.-]+/[\w./-]+"
 WHEEL = "djl_python_neuronx-1.2.3-py3-none-any.whl"
 """The wheel in dist/: a name alone, because `pip` only looks at it. The version is the tag's in docs/releasing.md."""
 
-ALWAYS = ("djl-neuronx", "make", "pip", "python", "python3", "python3.10", "curl")
+ALWAYS = ("djl-neuronx", "make", "pip", "python", "python3", "python3.10", "curl", "serve")
 """Stand-ins that all blocks have."""
 _NO_COPY = ("/proc", "/sys", "/dev")
 

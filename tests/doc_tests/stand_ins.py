@@ -1,9 +1,9 @@
 """Programs of the docs that do not do here what they do elsewhere: `python -m tests.doc_tests.stand_ins NAME ...`.
 
-A server goes on in the background as soon as it is ready. A command that needs a device is `check` with its settings,
-for a machine that has one. pip and venv install nothing: pip looks whether the files
-and the extras exist. make runs targets that install nothing, and of others prints the commands. curl fails if the
-answer is an error. Any other name is a program that this machine lacks: it does nothing.
+A server, Ray's `serve` too, goes on in the background as soon as it is ready. A command that needs a device is `check`
+with its settings, for a machine that has one. pip and venv install nothing: pip looks whether the files and the extras
+exist. make runs targets that install nothing, and of others prints the commands. curl fails if the answer is an error.
+Any other name is a program that this machine lacks: it does nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def main(name: str, arguments: list[str]) -> int:
             elif arguments[:1] == ["serve"] and "--help" not in arguments:
                 return serve(port_of(arguments), command)
             os.execv(sys.executable, command)
+        case "serve":
+            return serve(8000, [sys.executable, "-m", "ray.serve.scripts", *arguments])
         case "python" | "python3" | "python3.10":
             return python(arguments)
         case "pip":
