@@ -402,6 +402,43 @@ def test_the_only_replica_is_killed_below_a_request(cluster, stream):
 
 
 @pytest.mark.nightly
+def test_the_only_gateway_is_killed(cluster):
+    """What it had breaks off, what comes waits for a new one, and replicas run what they had to its end."""
+    cluster.wait_running("slow", 1)
+    length, ends, passed = 300, [], cluster.metric("requests_total", "slow")
+    body = {"inputs": "1 2", "parameters": {"max_new_tokens": length}}
+
+    def begun() -> bool:
+        return sum(cluster.metric("slots_in_use", "slow").values()) == 2
+
+    def stream() -> None:
+        url = cluster.url + "/predictions/slow"
+        more = {"json": {**body, "stream": True}, "headers": AUTHORIZED, "timeout": 120}
+        with httpx.stream("POST", url, **more) as answer:
+            ends.extend(answer.iter_lines())
+
+    with ThreadPoolExecutor(2) as pool:
+        streamed, whole = pool.submit(stream), pool.submit(cluster.post, "/predictions/slow", body)
+        wait_until(begun)
+        (gateway,) = cluster.replicas("gateway")
+        os.kill(gateway, signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            streamed.result()
+        assert ends
+        assert "finish_reason" not in ends[-1]
+        assert whole.result().status_code == 500
+        assert cluster.post("/predictions/tiny-llama", {"inputs": "1 2"}).status_code == 200
+    cluster.wait_running("gateway", 1)
+
+    def ended() -> float:
+        after = cluster.metric("requests_total", "slow")
+        return sum(after.values()) - sum(passed.values())
+
+    wait_until(lambda: ended() == 2, patience_s=60)
+    assert not begun()
+
+
+@pytest.mark.nightly
 def test_replicas_follow_the_load_and_no_stream_is_lost(cluster):
     """1 to 3 replicas and back to 1, while streams run on those that are stopped."""
     cluster.wait_running("slow", 1)
