@@ -31,15 +31,16 @@ class PrefixRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
         takers = [one for one in candidate_replicas if one.routing_stats.get("alive", True)]
         takers = takers or candidate_replicas
-        two = random.sample(takers, min(2, len(takers)))
+        # Ray forgets a count after ten seconds, and it has no request of another gateway.
+        free = [one for one in takers if not one.routing_stats.get("full", False)]
+        two = random.sample(free or takers, min(2, len(free or takers)))
         beginning = pending_request.metadata.session_id if pending_request is not None else ""
         if not beginning or not takers:
             return [two]
         home = max(takers, key=lambda one: _weight(beginning, one.replica_id.unique_id))
-        # Ray forgets a count after ten seconds, and it has no request of another gateway.
         running = self.replica_queue_len_cache.get(home.replica_id) or 0
-        is_full = running >= home.replica_metadata.get("slots", home.max_ongoing_requests)
-        is_free = not (is_full or home.routing_stats.get("full", False))
+        slots = home.replica_metadata.get("slots", home.max_ongoing_requests)
+        is_free = home in free and running < slots
         return [[home], two] if is_free else [two, [home]]
 
 

@@ -403,7 +403,7 @@ def test_the_only_replica_is_killed_below_a_request(cluster, stream):
 
 @pytest.mark.nightly
 def test_the_only_gateway_is_killed(cluster):
-    """What it had breaks off, what comes waits for a new one, and replicas run what they had to its end."""
+    """Its answers break off, new requests wait for the next gateway, and replicas run the old ones to their end."""
     cluster.wait_running("slow", 1)
     length, ends, passed = 300, [], cluster.metric("requests_total", "slow")
     body = {"inputs": "1 2", "parameters": {"max_new_tokens": length}}
@@ -612,7 +612,7 @@ def test_the_turns_of_a_conversation_begin_alike(modules):
 
 
 def test_a_home_whose_slots_are_taken_comes_last(modules):
-    """Whether Ray's count of its requests is a new one, is forgotten, or lacks those of other gateways."""
+    """Also if Ray's count of its requests is forgotten, or lacks those of other gateways."""
     from neuronx_routing import PrefixRouter
     from neuronx_serve import Replica
     from ray.serve._private.common import DeploymentID, ReplicaID
@@ -662,9 +662,15 @@ def test_a_home_whose_slots_are_taken_comes_last(modules):
     home.routing_stats = stats(slots)
     now_s = 60.0
     assert router.replica_queue_len_cache.get(home.replica_id) is None
-    assert not is_first()
+    assert home not in chosen()[0]
     router.replica_queue_len_cache.update(home.replica_id, 1)
-    assert not is_first()
+    assert home not in chosen()[0]
+    all_stats = [one.routing_stats for one in replicas]
+    for one in replicas:
+        one.routing_stats = stats(slots)
+    assert len(chosen()[0]) == 2
+    for one, own in zip(replicas, all_stats, strict=True):
+        one.routing_stats = own
     home.routing_stats = stats(slots - 1)
     assert is_first()
 
