@@ -142,8 +142,8 @@ def read_settings(
 
     An option whose value is not valid is left at its default. `properties` are what DJL Serving passes, None outside
     it; `file` replaces the `serving.properties` in `model_dir`, and is read unless its `content` is given; `overrides`
-    are options of the command line, or of `overrides_from`. `embedded`: the embedded server serves the model, so that
-    warnings about DJL Serving are left out, as they are of settings that were not written for it.
+    are options of the command line, or of `overrides_from`. `embedded`: the embedded server serves the model, or it is
+    compiled, so that warnings about DJL Serving are left out, as they are of settings that were not written for it.
     """
     if model_dir is None and properties and properties.get("model_dir"):
         model_dir = Path(str(properties["model_dir"]))

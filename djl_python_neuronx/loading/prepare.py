@@ -81,7 +81,7 @@ def prepare_or_raise(
         overrides,
         file=file,
         content=content,
-        embedded=purpose is Purpose.SERVE,
+        embedded=True,
     )
     log_settings(settings)
     variables, inherited = settings.worker_variables, properties is not None

@@ -73,13 +73,16 @@ def options_of(model, **overrides):
     return prepare_or_raise(None, model, environ={}, overrides=overrides).options
 
 
-def test_a_properties_file_is_compiled_as_if_it_lay_beside_the_model(tmp_path):
+def test_a_properties_file_is_compiled_as_if_it_lay_beside_the_model(tmp_path, capfd):
+    """Without warnings about DJL Serving: the output has its entry point and `async_mode`."""
     shutil.copytree(TINY, tmp_path / "model")
     file = tmp_path / "model" / "small.properties"
     file.write_text("".join(f"option.{name}={value}\n" for name, value in SMALL.items()))
     assert cli.main(["compile", str(file), "--output", str(tmp_path / "out")]) == 0
     written = {one.name: one.value for one in from_file(tmp_path / "out")}
     assert (written["n_positions"], written["max_rolling_batch_size"]) == ("128", "2")
+    assert (written["entryPoint"], written["async_mode"]) == ("djl_python_neuronx.handler", "true")
+    assert "DJL Serving" not in capfd.readouterr().err
 
 
 @pytest.fixture(scope="module")
