@@ -33,13 +33,12 @@ from typing import Any, NamedTuple
 import device_bound
 import sleep_device
 from device_bound import PROMPT_LEN, ROWS, bare_times, wait_bare
-from simulate import OURS
 from sleep_device import free_port, print_rows, process, serve_command, wait_ready
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.planning.machines import named
-from djl_python_neuronx.simulation import Arrival, Record, simulate, spec_of, summarise
+from djl_python_neuronx.simulation import Arrival, Record, host_s, simulate, spec_of, summarise
 
 AIM = 0.05
 STEP_MS = 30.0
@@ -195,7 +194,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             arrivals = backlog(longest, arguments.output, arguments.requests, seed)
             times = device.bare()
             found = summarise(serve(device.port, arrivals))
-            expected = summarise(simulate(device.spec, times, arrivals, host_s=OURS[0] / 1e6))
+            expected = summarise(simulate(device.spec, times, arrivals, host_s=host_s(ROWS)))
             offs.append(expected.tokens_per_s / found.tokens_per_s - 1)
             yield {
                 "device": arguments.device,

@@ -14,7 +14,8 @@ each kind of arrivals and each policy:
   batch, a call of which prefills all that wait and find a slot, one after another and each in the bucket of the
   longest, while the others pause, and gives their first tokens together; or else it decodes. old, our host: that with
   the host's cost of ours.
-* `host_us`: what the host adds to each step: `OURS` and `OLD`, or `--host-us` and `--old-host-us`.
+* `host_us`: what the host adds to each step: djl_python_neuronx/simulation.py (`host_s`) and `OLD`, or `--host-us` and
+  `--old-host-us`.
 * `ttft`, `gap`: time to the first token, and between tokens; `stall`: the longest gap.
 """
 
@@ -50,16 +51,14 @@ from djl_python_neuronx.loading.check import check
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.machines import INSTANCES, named
 from djl_python_neuronx.planning.step_times import StepTimes, step_times
-from djl_python_neuronx.simulation import Arrival, Record, simulate, spec_of, summarise
+from djl_python_neuronx.simulation import Arrival, Record, host_s, simulate, spec_of, summarise
 
 CONFIG = Path(__file__).parents[1] / "tests" / "planning" / "models" / "llama-3-8b.json"
-OURS, OLD = (191.0, 16.0), (2083.0, 254.0)
-"""µs that the host adds to a step of 8 rows, and for each row more: greedy, vocabulary 128,256.
+OLD = (2083.0, 254.0)
+"""µs that the old host adds to a step of 8 rows, and for each row more: greedy, vocabulary 128,256.
 
-Ours: `loss` in benchmarks/README.md ("What the host adds to a step"), and one read of a row's logits (517 - 145 µs for
-24 rows, "Sampling alone"). Old: LMI's rolling batch, streaming, without its model: 1831 and 7577 µs for a step of 8 and
-of 32 rows, and 252 and 602 µs for its exchange with Java over the socket (2 vCPU AMD EPYC, 2026-11-20, torch 2.13,
-transformers 4.57.6).
+LMI's rolling batch, streaming, without its model: 1831 and 7577 µs for a step of 8 and of 32 rows, and 252 and 602 µs
+for its exchange with Java over the socket (2 vCPU AMD EPYC, 2026-11-20, torch 2.13, transformers 4.57.6).
 """
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -227,7 +226,7 @@ def policies(arguments: argparse.Namespace) -> tuple[ModelSpec, list[Policy]]:
     options = {**OPTIONS, **dict(arguments.option), "max_rolling_batch_size": str(slots)}
     case = case_of(arguments.config, arguments.instance, options)
     spec, times = spec_of(case), step_times(case)
-    measured = [first + more * (slots - 8) for first, more in (OURS, OLD)]
+    measured = 1e6 * host_s(slots), OLD[0] + OLD[1] * (slots - 8)
     our_us, old_us = (
         default if given is None else given
         for given, default in zip((arguments.host_us, arguments.old_host_us), measured, strict=True)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from predict import AIM
 from sleep_device import right_answers, save_model
 
 from djl_python_neuronx import backends
@@ -119,9 +118,9 @@ def test_a_prediction():
 
 @pytest.mark.nightly
 def test_a_prediction_of_the_sleeping_device_is_right():
-    """In the run with the least other work, which only ever makes the server slower."""
-    *runs, _ = _predicted("--runs 4")
-    assert min(abs(run["off"]) for run in runs) <= AIM, runs
+    """By the median of the runs: too high and too low alike."""
+    *runs, last = _predicted("--runs 5")
+    assert last["met"], runs
 
 
 @pytest.mark.nightly

@@ -27,7 +27,14 @@ if not shutil.which("git"):
 
 ROOT = Path(__file__).parents[1]
 # What the version depends on, and what the metadata name.
-PROJECT = ("pyproject.toml", ".git_archival.txt", ".gitattributes", "README.md", "LICENSE")
+PROJECT = (
+    "pyproject.toml",
+    ".git_archival.txt",
+    ".gitattributes",
+    "README.md",
+    "LICENSE",
+    "NOTICE",
+)
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -95,8 +102,10 @@ def test_the_wheel_has_the_package_and_the_docs_alone(built: Path, tracked: list
     assert docs
     assert package == docs | {name for name in tracked if name.startswith("djl_python_neuronx/")}
     assert "djl_python_neuronx/py.typed" in package
-    assert "djl_python_neuronx-9.8.7.dist-info/licenses/LICENSE" in names
-    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {
+        f"djl_python_neuronx-9.8.7.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")
+    } <= {*names}
+    assert metadata["License-Expression"] == "Apache-2.0 AND CC-BY-SA-4.0"
     assert {"cpu", "server", "s3", "check"} <= set(metadata.get_all("Provides-Extra"))
     assert "djl-neuronx = djl_python_neuronx.cli:main" in scripts
     (whole,) = built.glob("*.whl")

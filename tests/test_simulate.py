@@ -16,9 +16,6 @@ from djl_python_neuronx.planning.step_times import step_times
 from djl_python_neuronx.simulation import Arrival, summarise
 
 DOCS = Path(__file__).parents[1] / "docs"
-NAMES = re.compile(r">([^<>]+)</text>")
-ENDS = re.compile(r'H([\d.]+)V[\d.]+" fill="none"')
-"""The ends of curves, in pixels from the left."""
 
 
 def _arguments(*words: str) -> Namespace:
@@ -56,23 +53,27 @@ def test_poisson_arrivals_lose_nothing(rows) -> None:
     assert ours["tokens_per_s"] >= 0.98 * old["tokens_per_s"]
 
 
+def test_a_full_queue_is_served_as_fast_as_by_the_old_policy() -> None:
+    """Of Poisson arrivals below the full rate all policies serve what is offered."""
+    spec, served = simulate.policies(_arguments("--chunk", "0"))
+    requests = simulate.chats(300, spec.max_model_len // 2)
+    rate = {one.name: summarise(one.records(requests)).tokens_per_s for one in served}
+    assert rate["ours"] >= 0.98 * rate["old, our host"]
+
+
 def test_the_documentation_has_these_figures_and_pictures(rows, tmp_path_factory) -> None:
-    """About: other estimates of the step times move them a little."""
     text = (DOCS / "simulation.md").read_text()
     for key, row in rows.items():
         names = ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "stall_ms")
         (line,) = re.findall(rf"^\| {key[0]} \| {key[1]} \| (.*) \|$", text, re.MULTILINE)
-        kept = [*map(float, line.split(" | "))]
-        assert kept == pytest.approx([row[name] for name in ("tokens_per_s", *names)], rel=0.1), key
+        found = [f"{row[name]:.0f}" for name in ("tokens_per_s", *names)]
+        assert line.split(" | ") == found, (key, "run benchmarks/simulate.py")
     for name in ("bursty", "poisson"):
         made, kept = (
             (folder / f"simulation-{name}.svg").read_text()
             for folder in (tmp_path_factory.getbasetemp(), DOCS)
         )
-        assert NAMES.findall(made) == NAMES.findall(kept)
-        assert ENDS.findall(made), "no curves"
-        found, known = ([*map(float, ENDS.findall(one))] for one in (made, kept))
-        assert found == pytest.approx(known, abs=10), "run benchmarks/simulate.py --plots docs"
+        assert made == kept, "run benchmarks/simulate.py --plots docs"
 
 
 @dataclass

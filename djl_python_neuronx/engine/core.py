@@ -144,7 +144,7 @@ class Engine:
     ) -> None:
         """`proposer` drafts tokens for the backend to verify; not used where `spec.num_speculative_tokens` is 0.
 
-        `make_sampler` gets the numbers of slots and of tokens. `clock`: seconds; the only time that the engine reads.
+        `make_sampler` gets the numbers of slots and of tokens. `clock`: seconds; a proposer alone reads another.
         """
         self.spec = backend.spec
         self.runner = Runner(backend, clock)
@@ -165,7 +165,7 @@ class Engine:
         self.grammars: Grammars
         """Set with the vocabulary, before the first request that has one."""
         self.proposer = proposer
-        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens, clock)
+        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -81,18 +80,12 @@ class Speculator:
     Engine thread only.
     """
 
-    def __init__(
-        self,
-        proposer: Proposer | None,
-        num_speculative_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`num_speculative_tokens`: see `ModelSpec`; with 0 the proposer is not used. `clock`: seconds."""
+    def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
+        """`num_speculative_tokens`: see `ModelSpec`; with 0 the proposer is not used."""
         self.proposer = proposer if num_speculative_tokens else None
         """None: there is none, or it was disabled after its failures."""
         self._max_drafts = num_speculative_tokens
         self._failures = 0
-        self._clock = clock
 
     def propose(self, sequences: list[Sequence], sampler: Sampler, min_drafts: int = 0) -> Proposal:
         """Draft tokens after each sequence's newest token. Never raises.
@@ -107,7 +100,7 @@ class Speculator:
         ]
         if max(counts, default=0) < 1:
             return NO_PROPOSAL
-        started_s = self._clock()
+        started_s = time.monotonic()
         drafts: list[list[int]] = []
         failure = None
         try:
@@ -123,7 +116,7 @@ class Speculator:
             if disabled:
                 self.proposer = None
             logger.warning("drafts_failed given_up=%s", disabled, exc_info=error)
-        seconds = self._clock() - started_s
+        seconds = time.monotonic() - started_s
         if min_drafts:
             drafts = [
                 ids or [0] * min(min_drafts, count)

@@ -6,16 +6,19 @@ transformers-neuronx of SDK 2.18. A decode takes a row's median time of an outpu
 positions for each sequence. A prefill takes a row's median time to first token; only rows with one prompt count,
 because batches were prefilled by graphs of their own, in 2 to 21 times that.
 
-Estimated: a sum of parts (`_work`), each times a cost. The costs are those with the least squares of the logarithm of
-measured by estimated time; the range is that of measured by estimated time where the costs are fitted on the other
-models alone. tests/planning/test_step_times.py derives both from the table.
+The table is licensed under CC BY-SA 4.0, see NOTICE. The columns from num_layers on were added.
+
+Estimated: a sum of parts (`work`), each times a cost. The costs are those with the least squares of the logarithm of
+measured by estimated time; the range is that of measured by estimated time where the costs are fitted on models of
+other sizes alone, or on the other machine. tests/planning/test_step_times.py derives both from the table.
 """
 
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
@@ -33,10 +36,10 @@ Array: TypeAlias = npt.NDArray[np.float64]
 DECODE_COSTS: Final = (1.549e-4, 1.262, 1.689, 4.81e-6)
 """Seconds of a layer; factors for weights and cache, which are read at 79 and 59 % of the chip's bandwidth; seconds of
 a row in a layer."""
-DECODE_RANGE: Final = (0.83, 1.35)
+DECODE_RANGE: Final = (0.74, 1.48)
 PREFILL_COSTS: Final = (5.735e-4, 3.075, 59.74)
 """Seconds of a layer; factors for matrices and attention, which reach 33 and 1.7 % of the chip's operations."""
-PREFILL_RANGE: Final = (0.50, 2.38)
+PREFILL_RANGE: Final = (0.30, 2.98)
 _PUBLISHED: Final = 14
 """Columns of AWS; those behind it are the model's `ModelFacts` from its config.json."""
 _SAMPLE: Final = 4096
@@ -63,56 +66,34 @@ class Curve:
     """The least and the most that an estimated time may be, as factors."""
     own: Array
     """Estimated and measured times of this very model, degree and machine, ascending. Empty: all is estimated."""
-    own_bounds: tuple[float, float] = (1.0, 1.0)
-    """The same for times within those that were measured."""
-    slow: bool = False
-    """Times are the longest of their range."""
-
-    @classmethod
-    def of(
-        cls,
-        parts_s: Array,
-        bounds: tuple[float, float],
-        measured: Sequence[tuple[tuple[float, ...], float]],
-    ) -> Curve:
-        """Return the curve through times that were `measured`, each with as much of each part as it took."""
-        found = sorted((float(parts_s @ scale), time_s) for scale, time_s in measured)
-        if not found:
-            return cls(parts_s, bounds, np.empty((2, 0)))
-        estimates = sorted({estimate_s for estimate_s, _ in found})
-        means = [np.mean([time_s for at_s, time_s in found if at_s == one]) for one in estimates]
-        own = np.array([estimates, np.maximum.accumulate(means)])
-        ratios = [time_s / np.interp(at_s, *own) for at_s, time_s in found]
-        return cls(parts_s, bounds, own, (float(min(ratios)), float(max(ratios))))
+    doubt: str
+    """Behind "estimate": what was not measured with any model."""
 
     def time_s(self, *scale: float) -> float:
         """Return the time of as much of each part: never less for more.
 
         Between measured times it is interpolated, beyond them it grows and shrinks with the estimate.
         """
-        estimate_s = time_s = float(self.parts_s @ scale)
-        if self.own.size:
-            estimates, times = self.own
-            beyond = estimate_s / np.clip(estimate_s, estimates[0], estimates[-1])
-            time_s = float(np.interp(estimate_s, estimates, times) * beyond)
-        return time_s * self.range(*scale)[1] if self.slow else time_s
+        estimate_s = float(self.parts_s @ scale)
+        if not self.own.size:
+            return estimate_s
+        within = np.clip(estimate_s, self.own[0, 0], self.own[0, -1])
+        return float(np.interp(within, *self.own) * estimate_s / within)
 
     def measured(self, *scale: float) -> bool:
         """Return whether the time lies within those that were measured."""
         estimate_s = self.parts_s @ scale
         return bool(self.own.size and self.own[0, 0] <= estimate_s <= self.own[0, -1])
 
-    def range(self, *scale: float) -> tuple[float, float]:
-        """Return the least and the most that the time may be, as factors."""
-        return self.own_bounds if self.measured(*scale) else self.bounds
-
     def explained(self, *scale: float) -> str:
-        """Return the time of as much of each part, its range and its source."""
-        time_ms, (low, high) = 1e3 * self.time_s(*scale), self.range(*scale)
+        """Return the time of as much of each part and its source; of an estimate its range and parts."""
+        time_ms, (low, high) = 1e3 * self.time_s(*scale), self.bounds
+        if self.measured(*scale):
+            return f"{time_ms:.1f} ms, measured by AWS"
         parts = " + ".join(f"{1e3 * part_s:.1f}" for part_s in self.parts_s * scale)
         scaled = ", scaled to what was measured" if self.own.size else ""
-        source = "measured by AWS" if self.measured(*scale) else f"estimate: {parts}{scaled}"
-        return f"{time_ms:.1f} ms ({low * time_ms:.1f} to {high * time_ms:.1f}), {source}"
+        bounds = f"{low * time_ms:.1f} to {high * time_ms:.1f}"
+        return f"{time_ms:.1f} ms ({bounds}), estimate{self.doubt}: {parts}{scaled}"
 
 
 @dataclass(frozen=True)
@@ -130,12 +111,6 @@ class DeviceTimes:
         """Return the seconds of a prefill, see `StepTimes`; at least those of a decode, which reads the weights too."""
         return max(self.prefill.time_s(1, tokens, tokens**2), self.decode_s(1, tokens))
 
-    @property
-    def slowest(self) -> DeviceTimes:
-        """The longest times of the range."""
-        curves = (replace(one, slow=True) for one in (self.decode, self.prefill))
-        return DeviceTimes(*curves)
-
 
 def step_times(case: Case) -> DeviceTimes:
     """Return the times of a model's steps, for options that are filled in.
@@ -151,11 +126,26 @@ def step_times(case: Case) -> DeviceTimes:
             decodes.append((scale, float(row["tpot_p50_ms"]) / 1e3))
             if rows == 1:
                 prefills.append(((1, prompt, prompt**2), float(row["ttft_p50_ms"]) / 1e3))
-    decode, prefill = work(case)
+    known = case.degree in {int(row["tp_degree"]) for row in published()}
+    doubt = "" if known else f", degree {case.degree} not measured"
+    decode_s, prefill_s = work(case)
+    decode_s, prefill_s = decode_s * DECODE_COSTS, prefill_s * PREFILL_COSTS
     return DeviceTimes(
-        Curve.of(decode * DECODE_COSTS, DECODE_RANGE, decodes),
-        Curve.of(prefill * PREFILL_COSTS, PREFILL_RANGE, prefills),
+        Curve(decode_s, DECODE_RANGE, _own(decode_s, decodes), doubt),
+        Curve(prefill_s, PREFILL_RANGE, _own(prefill_s, prefills), doubt),
     )
+
+
+def _own(parts_s: Array, measured: Sequence[tuple[tuple[float, ...], float]]) -> Array:
+    """Return estimated and `measured` times, see `Curve`, of equal estimates the mean, never less for more.
+
+    `measured`: each with as much of each part as it took.
+    """
+    found = defaultdict(list)
+    for scale, time_s in measured:
+        found[float(parts_s @ scale)].append(time_s)
+    means = [np.mean(found[one]) for one in sorted(found)]
+    return np.array([sorted(found), np.maximum.accumulate(means)])
 
 
 @cache
