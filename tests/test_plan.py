@@ -25,6 +25,13 @@ LLAMA = "llama-3.1-8b"
 TWO = {"tensor_parallel_degree": "2"}
 
 
+@pytest.fixture(autouse=True)
+def _all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rig that is imported into this process sets what a start reads."""
+    for name in ("NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def folder_of(name: str, parent: Path) -> Path:
     folder = parent / name
     folder.mkdir(exist_ok=True)
