@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,14 +313,15 @@ class Traffic:
 
     def __init__(self, cluster: Cluster, count: int) -> None:
         self.known = random.Random(1).choices(checks("checks.jsonl"), k=count)
-        self.cluster, self.lost, self.done = cluster, [], 0
+        self.cluster, self.lost = cluster, []
         self.wrong: list[str] = []
 
     def run(self, then: Callable[[], None]) -> None:
         """Send all; after a quarter of them call `then` once."""
         with ThreadPoolExecutor(12) as pool:
-            ended = pool.map(self._ask, range(len(self.known)), timeout=500)
-            for number, _ in enumerate(ended):
+            sent = [pool.submit(self._ask, number) for number in range(len(self.known))]
+            for number, ended in enumerate(as_completed(sent, timeout=500)):
+                ended.result()
                 if number == len(self.known) // 4:
                     then()
         assert self.wrong == []
