@@ -117,8 +117,9 @@ class Choice:
         alone = self.serve(Arrival(1e6 * number, prompt, answer) for number, prompt in lengths)
         prefills_s = np.array([record.ttft_s for record in alone])
         decode_s = self.times.decode_s(self.slots, self.positions) + host_s(self.slots)
-        each_s = prefills_s.mean() + (np.mean(load.answers) - 1) * decode_s / self.slots
-        self.used = load.rate * each_s
+        decodes_s = (np.mean(load.answers) - 1) * decode_s
+        self.alone_s = float(prefills_s.mean() + decodes_s)
+        self.used = float(load.rate * (prefills_s.mean() + decodes_s / self.slots))
         if self.holds("alone", prefills_s.max(), decode_s if answer > 1 else 0.0):
             missing_s = np.maximum(prefills_s[:, None] + prefills_s - load.ttft_s, 0).mean()
             prolonged = np.mean(prefills_s + decode_s > load.gap_s) if self.slots > 1 else 0
@@ -130,6 +131,16 @@ class Choice:
     def cost(self) -> float:
         """The price of all instances and an hour; without prices their chips."""
         return round(self.instances * self.hourly, 6)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the throughput with full slots that the load takes."""
+        return self.used / (self.copies * self.instances)
+
+    @property
+    def answer_s(self) -> float:
+        """The time of an answer, which waits the longer the less a copy is idle."""
+        return self.alone_s / (1 - self.utilisation)
 
     def serve(self, arrivals: Iterable[Arrival]) -> list[Record]:
         """Simulate one copy."""
@@ -158,10 +169,13 @@ class Choice:
 
 
 def cheapest(choices: Iterable[Choice]) -> Choice | None:
-    """Return the cheapest choice, with as many instances as the limits take; None if there is none."""
+    """Return the cheapest choice, with as many instances as the limits take; None if there is none.
+
+    Of several that cost the same, the one with the shortest answers is tried first.
+    """
     possible = [one for one in choices if one.instances]
     while possible:
-        one = min(possible, key=lambda one: (one.cost, one.instances, one.slots))
+        one = min(possible, key=lambda one: (one.cost, one.answer_s))
         if one.serves():
             return one
         one.instances += max(1, one.instances // 16)
@@ -219,7 +233,7 @@ def explain(plan: Choice, choices: Iterable[Choice]) -> dict[str, Any]:
         "choices": rows,
         "plan": {
             **rows[0],
-            "utilisation": round(plan.used / (plan.copies * plan.instances), 3),
+            "utilisation": round(plan.utilisation, 3),
             "instance_hours_per_million": round(plan.instances * hours, 3),
             "cost_per_million": round(plan.cost * hours, 3),
             "decode": times.decode.explained(1, 1, slots * plan.positions, slots),
@@ -271,8 +285,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     limits = arguments.ttft_ms / 1e3, arguments.itl_ms / 1e3
     load = Load(arguments.rate, arguments.prompt_tokens, arguments.output_tokens, *limits)
-    prices = dict(arguments.price_per_hour) or {one.name: one.devices for one in INSTANCES.values()}
-    asked = [one.instance_type for one in arguments.instance] or prices
+    asked = [one.instance_type for one in arguments.instance]
+    prices = dict(arguments.price_per_hour) or {
+        one.name: one.devices for one in INSTANCES.values() if asked or one.family != "trn2"
+    }
+    asked = asked or [*prices]
     prices = {name: price for name, price in prices.items() if name in asked}
     if not prices:
         msg = f"--price-per-hour has no price of {join_words(asked)} (--instance); add it"

@@ -50,6 +50,18 @@ def plan_of(folder: Path, load: Load, *instances: str, **options: str) -> Choice
     return found
 
 
+def test_of_equal_costs_the_shortest_answers_win(tmp_path: Path) -> None:
+    # Hardly any load, so answers are alone: the more cores and the fewer rows, the shorter.
+    plan = plan_of(folder_of(LLAMA, tmp_path), LOAD._replace(rate=0.01), "inf2.48xlarge")
+    assert (plan.instances, plan.degree, plan.slots) == (1, 24, 1)
+    # Copies with one slot would be busy most of the time.
+    load = LOAD._replace(rate=8.0, answers=(128, 128), ttft_s=math.inf)
+    plan = plan_of(folder_of(LLAMA, tmp_path), load, "inf2.48xlarge")
+    others = choices_of(folder_of(LLAMA, tmp_path), load, "inf2.48xlarge")
+    assert plan.slots > 1
+    assert plan.answer_s == min(one.answer_s for one in others if one.instances == plan.instances)
+
+
 LOADS = {
     "time to first token": LOAD._replace(rate=3.0, ttft_s=0.6),
     "between tokens": LOAD._replace(rate=1.0, gap_s=0.05),
@@ -154,6 +166,15 @@ class TestMoney:
             assert plan["instance_hours_per_million"] == pytest.approx(hours, abs=1e-3)
         assert found[0.5]["instance"] == "inf2.8xlarge"
         assert found[100.0]["instance"] == "trn1.2xlarge"
+
+    def test_trainium2_is_tried_by_name_or_price(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = folder_of(LLAMA, tmp_path)
+        shown = self.shown(folder, capsys)
+        assert {row["instance"][:4] for row in shown["choices"]} == {"inf2", "trn1"}
+        shown = self.shown(folder, capsys, "--instance", "trn2.3xlarge")
+        assert {row["instance"] for row in shown["choices"]} == {"trn2.3xlarge"}
 
     def test_without_prices_chips_decide(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
