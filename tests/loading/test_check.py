@@ -662,16 +662,6 @@ def test_a_check_imports_nothing_heavy(environ):
     assert not HEAVY & set(modules)
 
 
-def test_the_plan_that_the_readme_shows(environ):
-    readme = (ROOT / "README.md").read_text()
-    (target, machine, lines), *others = re.findall(
-        r"```text\n\$ djl-neuronx check (\S+) --instance (\S+)\n(.*?)```", readme, re.DOTALL
-    )
-    assert not others
-    out = printed(run(ROOT / target, environ, machine)).splitlines()
-    assert set(lines.splitlines()) <= set(out)
-
-
 OLD_FILE = """\
 engine=Python
 option.entryPoint={entry_point}

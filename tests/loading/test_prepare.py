@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.processes import engines
 
@@ -498,20 +498,22 @@ def test_graphs_that_another_program_compiled_are_told_from_ours(machine, option
         assert (found.folder, has_own_graphs(found.folder)) == (folder, not foreign)
 
 
-def reading_ahead():
-    return [each for each in threading.enumerate() if each.name == "djl-neuronx-read-ahead"]
-
-
 def test_stored_graphs_wait_for_no_tokenizer_while_the_weights_are_read_ahead(
-    machine, options, caplog
+    machine, options, caplog, tmp_path
 ):
-    wait_until(lambda: not reading_ahead(), "reads of other tests, which log the same")
+    model = shutil.copytree(TINY, tmp_path / "model")
+    weights = model / "model.safetensors"
+    # Of a size that no other test's reads log.
+    save_file(load_file(weights), weights, {"format": "pt", "test": "read ahead"})
+    size = weights.stat().st_size
+    assert size != (TINY / "model.safetensors").stat().st_size
     caplog.set_level("INFO")
-    compiled(machine, options)
-    prepared = prepare_or_raise(None, TINY, environ=machine.environ, overrides=options)
-    assert obtain(prepared, lambda: pytest.fail("a tokenizer is needed")).cache_hit
-    size = (TINY / "model.safetensors").stat().st_size
-    wait_until(lambda: caplog.text.count(f"read_ahead bytes={size} of={size}") == 2, "both starts")
+    for number, hit in enumerate((False, True), 1):
+        prepared = prepare_or_raise(None, model, environ=machine.environ, overrides=options)
+        tokenizer = (lambda: pytest.fail("needed")) if hit else prepared.load_tokenizer
+        assert obtain(prepared, tokenizer).cache_hit is hit
+        line = f"read_ahead bytes={size} of={size}"
+        wait_until(lambda: caplog.text.count(line) == number, f"start {number}")  # noqa: B023
 
 
 def test_a_backend_that_compiles_nothing_asks_for_no_flags():
