@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from djl_python_neuronx.backends.slots import SlotBackend, make_spec
 from djl_python_neuronx.engine import limits
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.runner import Graph
+from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.planning.arguments import graph_lengths
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.plan import graphs
@@ -145,7 +146,12 @@ def simulate(
         raise ValueError(message)
     spec = replace(spec, outputs=Want.TOKENS)
     now_s, records = 0.0, [Record(arrival) for arrival in arrivals]
-    engine = Engine(_Device(spec, times), decode_interleave=decode_interleave, clock=lambda: now_s)
+    engine = Engine(
+        _Device(spec, times),
+        decode_interleave=decode_interleave,
+        make_sampler=partial(Sampler, library=None),  # the device samples
+        clock=lambda: now_s,
+    )
     coming = deque(sorted(enumerate(records), key=lambda one: one[1].arrival.at_s))
     step_s = cache(lambda graph, num_prompts: _step_s(graph, num_prompts, spec, times))
     while coming or engine.has_work:
