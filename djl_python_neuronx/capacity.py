@@ -97,11 +97,11 @@ class Choice:
             self.result = f"a load takes {gib(taken)} GiB of the host's memory, has {gib(host)}"
         elif errors:
             self.result = str(shortened(errors[0]))
-        elif unknown or spec_of(self.case).joins == "reprefill":
+        elif unknown or (spec := spec_of(self.case)).joins == "reprefill":
             self.result = "the times of CPUs, drafts, pipelines and static batches are not known"
         else:
             self.copies = len(placement.placed[0])
-            self.spec, self.times = spec_of(self.case), step_times(self.case)
+            self.spec, self.times = spec, step_times(self.case)
             self.positions = choose_bucket(longest, self.spec.token_buckets or (length,))
             self.start()
 
