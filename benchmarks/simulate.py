@@ -22,7 +22,6 @@ each kind of arrivals and each policy:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import math
 import random
@@ -45,6 +44,7 @@ from sleep_device import print_rows
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.backends.shapes import choose_bucket
+from djl_python_neuronx.config import flags
 from djl_python_neuronx.config.flags import above_zero
 from djl_python_neuronx.errors import ConfigError, ServingError
 from djl_python_neuronx.loading.check import check
@@ -360,25 +360,9 @@ def plot(title: str, gaps_s: Mapping[str, Sequence[float]]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return the type of an argument that is 0 or above."""
-
-    def parsed(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if 0 <= (value := kind(text)) < math.inf:
-                return value
-        msg = f"{text!r} is not {'a whole' if kind is int else 'a'} number from 0 on"
-        raise argparse.ArgumentTypeError(msg)
-
-    return parsed
-
-
 def pair(text: str) -> tuple[str, str]:
     """Return name and value of an option."""
-    name, separator, value = text.removeprefix("option.").partition("=")
-    if not separator:
-        msg = f"{text!r} is not NAME=VALUE"
-        raise argparse.ArgumentTypeError(msg)
+    name, value = flags.pair(text)
     if name == "max_rolling_batch_size":
         msg = f"{name} is set by --slots; write --slots {value}"
         raise argparse.ArgumentTypeError(msg)
@@ -411,12 +395,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--chunk",
-        type=not_negative(int),
+        type=above_zero(int, or_zero=True),
         default=512,
         help="tokens of a step with chunks; 0: none (default 512)",
     )
-    parser.add_argument("--host-us", type=not_negative(float))
-    parser.add_argument("--old-host-us", type=not_negative(float))
+    parser.add_argument("--host-us", type=above_zero(float, or_zero=True))
+    parser.add_argument("--old-host-us", type=above_zero(float, or_zero=True))
     parser.add_argument(
         "--arrivals", nargs="+", choices=list(TITLES), default=["bursty", "poisson"]
     )

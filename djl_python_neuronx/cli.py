@@ -330,7 +330,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "-o",
         "--option",
         action="append",
-        type=_pair,
+        type=flags.pair,
         default=[],
         metavar="NAME=VALUE",
         help="set option.NAME; may be repeated. An option is a flag too: --tensor-parallel-degree 8, and by the names "
@@ -511,14 +511,6 @@ def _instance(name: str) -> DeviceInfo:
         return named(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator or not name.strip():
-        msg = f"{text!r} is not NAME=VALUE; for example -o max_rolling_batch_size=8"
-        raise argparse.ArgumentTypeError(msg)
-    return name.strip().removeprefix("option."), value
 
 
 def _flag(text: str) -> bool:

@@ -57,14 +57,24 @@ def add_flags(command: argparse.ArgumentParser) -> None:
             )
 
 
-def above_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return the type of an argument that is a number above 0."""
+def pair(text: str) -> tuple[str, str]:
+    """Return the name and the value of an option: the type of an argument NAME=VALUE."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        msg = f"{text!r} is not NAME=VALUE; for example -o max_rolling_batch_size=8"
+        raise argparse.ArgumentTypeError(msg)
+    return name.strip().removeprefix("option."), value
+
+
+def above_zero(kind: type[int] | type[float], *, or_zero: bool = False) -> Callable[[str], float]:
+    """Return the type of an argument that is a number above 0, or with `or_zero` from 0 on."""
 
     def parsed(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if 0 < (value := kind(text)) < math.inf:
+            if 0 < (value := kind(text)) < math.inf or (or_zero and value == 0):
                 return value
-        msg = f"{text!r} is not {'a whole' if kind is int else 'a'} number above 0"
+        wanted = "from 0 on" if or_zero else "above 0"
+        msg = f"{text!r} is not {'a whole' if kind is int else 'a'} number {wanted}"
         raise argparse.ArgumentTypeError(msg)
 
     return parsed
