@@ -81,6 +81,10 @@ class ModelSpec:
     next prefill goes on behind them, and decodes between the two leave the slot alone."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode can verify after each row's own token; its rows then have one column more."""
+    num_fused_drafts: int = 0
+    """Draft tokens that the device itself proposes and verifies in a decode: its `StepOutput.ids` have one column more,
+    of which each row fills at least the first. A slot has room for those beyond `max_model_len`, which no sequence gets
+    (see `Sequence.take`)."""
     prefix_block: int = 0
     """Tokens that a prompt's prefix is reused by; 0: no prefix is ever reused (see `Backend.cached`)."""
     simulated: bool = False
@@ -171,7 +175,8 @@ class StepOutput:
     logits: Float32Array | None = None
     """float32[B, K, V], writable, C-contiguous; K == 1 unless ALL_LOGITS was wanted. None only beside `ids`."""
     ids: Int32Array | None = None
-    """int32[B, K]; -1: none. None if the host samples all rows."""
+    """int32[B, K]; from the first -1 of a row on: none. All others but the last are in the cache. None if the host
+    samples all rows."""
     num_reprefilled: int = 0
     """Tokens that the step prefilled again although they had been in the cache (static batching)."""
 

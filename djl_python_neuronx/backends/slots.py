@@ -146,6 +146,8 @@ class SlotBackend(ABC):
             raise of_step(error, f"a {step.kind} step of {count} rows") from error
         for _, rows in parts:
             self._filled[rows.slots] = rows.starts + rows.lens
+        if self.spec.num_fused_drafts and output.ids is not None:
+            self._filled[parts[-1][1].slots] += np.count_nonzero(output.ids[:, 1:] >= 0, axis=1)
         if self._prefixes is not None:
             self._note(self._prefixes, parts, output)
         self._ran = step

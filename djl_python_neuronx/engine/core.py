@@ -419,10 +419,13 @@ class Engine:
         info = info._replace(
             place=call.place, draft_s=seconds, draft_error=error, cached=call.cached
         )
+        drafted = 0 if call.batch.chunks else len(sampled) * self.spec.num_fused_drafts
         if info.kind == "verification":
+            drafted = info.tokens - info.rows
+        if drafted:
             # Each output has one token that needs no draft.
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
-            info = info._replace(drafted=info.tokens - info.rows, accepted=accepted)
+            info = info._replace(drafted=drafted, accepted=accepted)
         return StepResult(outputs, info)
 
     def _give(self, call: Call, row: int, sequence: Sequence, token_ids: list[int]) -> TokenOutput:

@@ -129,6 +129,8 @@ def _warm_up(engine: Engine) -> None:
 
 def _speculation(engine: Engine) -> dict[str, object] | None:
     """The speculation in use as plain values: number of drafts and their source. Or None."""
+    if engine.spec.num_fused_drafts:
+        return {"drafts": engine.spec.num_fused_drafts, "from": "draft model"}
     if engine.proposer is None:
         return None
     from_model = isinstance(engine.proposer, DraftModel)
@@ -231,7 +233,8 @@ class _Worker:
 
     def _state(self) -> EngineState:
         engine = self._engine
-        return EngineState(engine.num_running, engine.num_waiting, engine.speculates)
+        speculates = engine.speculates or engine.spec.num_fused_drafts > 0
+        return EngineState(engine.num_running, engine.num_waiting, speculates)
 
     def _send_state(self) -> None:
         """Send the state of an idle engine, if it has changed."""

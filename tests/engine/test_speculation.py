@@ -20,11 +20,18 @@ from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Pro
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import DeviceMemoryError, StepError
 from djl_python_neuronx.sampling import SamplingParams
-from djl_python_neuronx.types import FinishReason, GenerationRequest
+from djl_python_neuronx.types import FinishReason, GenerationRequest, TokenOutput
 from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.effort import examples
 from tests.engine.modes import Guesser, draft_toy
-from tests.engine.steps import across_the_border, assert_clean, request, run, tokens
+from tests.engine.steps import (
+    across_the_border,
+    assert_clean,
+    come_and_go,
+    request,
+    run,
+    tokens,
+)
 
 NUM_DRAFTS = 3
 SPEC = replace(
@@ -362,3 +369,56 @@ def test_the_step_tells_what_was_drafted_and_stands() -> None:
         else:
             assert (info.drafted, info.accepted) == (0, 0)
             assert taken == len(outputs)
+
+
+class DraftsOnDevice(ToyBackend):
+    """A device whose decodes give a row one token or more, as a fused draft model; some behind the slot's end."""
+
+    def run(self, step: Step) -> StepOutput:
+        output = super().run(step)
+        width = self.spec.num_fused_drafts + 1
+        assert output.ids is not None
+        ids = np.full((len(output.ids), width), -1, np.int32)
+        ids[:, :1] = output.ids
+        if step.decode is not None:
+            limit = self.spec.max_model_len
+            for row, slot in enumerate(step.decode.slots.tolist()):
+                seen = self._cache[slot, : self._filled[slot]].tolist()
+                for column in range(1, (self.num_steps + slot) % width + 1):
+                    seen.append(int(ids[row, column - 1]))
+                    ids[row, column] = expected(seen, 1)[0]
+                self._cache[slot, : len(seen)] = seen[:limit]
+                self._filled[slot] = min(len(seen), limit)
+        return StepOutput(None, ids)
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(data=st.data())
+def test_drafts_of_the_device_give_what_there_is_without_them(data: st.DataObject) -> None:
+    spec = replace(
+        SPEC, num_speculative_tokens=0, num_fused_drafts=NUM_DRAFTS, outputs=Want.TOKENS
+    )
+    spec = replace(spec, fixed_sampling=(1.0, 1.0, 1.0))
+    backend = DraftsOnDevice(spec)
+    requests = [
+        GenerationRequest(
+            str(i),
+            data.draw(st.lists(st.integers(3, 6), min_size=1, max_size=64), "prompt"),
+            max_new_tokens=data.draw(st.none() | st.integers(1, 70), "new tokens"),
+            stop_token_ids=data.draw(st.frozensets(st.integers(0, 299), max_size=40), "stop ids"),
+        )
+        for i in range(data.draw(st.integers(1, 9), "requests"))
+    ]
+    engine = Engine(backend)
+    arrivals = [data.draw(st.integers(0, 20), "arrival") for _ in requests]
+    found: list[TokenOutput] = []
+    for turn in range(21):
+        come_and_go(engine, turn, requests, arrivals, {})
+        found += engine.step().outputs
+    results = run(engine, found)
+    for one in requests:
+        most = min(one.max_new_tokens or TOY_SPEC.max_model_len, 128 - len(one.prompt_ids))
+        assert tokens(results[one.request_id]) == expected(
+            one.prompt_ids, most, one.stop_token_ids
+        )
+    assert_clean(engine, backend)
