@@ -144,26 +144,24 @@ class SlotBackend(ABC):
                     self._prefixes.cut(rows.slots, rows.starts)
             count = sum(len(rows.slots) for _, rows in parts)
             raise of_step(error, f"a {step.kind} step of {count} rows") from error
-        for _, rows in parts:
-            self._filled[rows.slots] = rows.starts + rows.lens
-        if self.spec.num_fused_drafts and output.ids is not None:
-            self._filled[parts[-1][1].slots] += np.count_nonzero(output.ids[:, 1:] >= 0, axis=1)
-        if self._prefixes is not None:
-            self._note(self._prefixes, parts, output)
+        self._note(parts, output)
         self._ran = step
         output.num_reprefilled = self._num_reprefilled
         return output
 
-    def _note(
-        self, prefixes: Prefixes, parts: Sequence[tuple[PartKind, Rows]], output: StepOutput
-    ) -> None:
-        """Record what the slots hold after a step; of one that may hold NaN, nothing."""
-        for _, rows in parts:
-            prefixes.note(rows)
+    def _note(self, parts: Sequence[tuple[PartKind, Rows]], output: StepOutput) -> None:
+        """Record what the slots hold after a step; for prefixes, nothing of one that may hold NaN."""
         slots = np.concatenate([rows.slots for _, rows in parts])
+        self._filled[slots] = np.concatenate([rows.starts + rows.lens for _, rows in parts])
+        if self.spec.num_fused_drafts and output.ids is not None:
+            self._filled[slots] += np.count_nonzero(output.ids[:, 1:] >= 0, axis=1)
+        if self._prefixes is None:
+            return
+        for _, rows in parts:
+            self._prefixes.note(rows)
         spoilt = self._spoilt(slots, output)
         if spoilt.any():
-            prefixes.cut(slots[spoilt], 0)
+            self._prefixes.cut(slots[spoilt], 0)
 
     def _check_step(self, step: Step) -> None:
         parts = step.parts
