@@ -395,9 +395,7 @@ class DraftsOnDevice(ToyBackend):
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_drafts_of_the_device_give_what_there_is_without_them(data: st.DataObject) -> None:
-    spec = replace(
-        SPEC, num_speculative_tokens=0, num_fused_drafts=NUM_DRAFTS, outputs=Want.TOKENS
-    )
+    spec = replace(SPEC, num_speculative_tokens=0, num_fused_drafts=NUM_DRAFTS, outputs=Want.TOKENS)
     spec = replace(spec, fixed_sampling=(1.0, 1.0, 1.0))
     backend = DraftsOnDevice(spec)
     requests = [
@@ -418,7 +416,5 @@ def test_drafts_of_the_device_give_what_there_is_without_them(data: st.DataObjec
     results = run(engine, found)
     for one in requests:
         most = min(one.max_new_tokens or TOY_SPEC.max_model_len, 128 - len(one.prompt_ids))
-        assert tokens(results[one.request_id]) == expected(
-            one.prompt_ids, most, one.stop_token_ids
-        )
+        assert tokens(results[one.request_id]) == expected(one.prompt_ids, most, one.stop_token_ids)
     assert_clean(engine, backend)
