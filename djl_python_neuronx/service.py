@@ -236,9 +236,13 @@ class Service:
         """Let the gauges show this service."""
         spec = self.loop.spec
         for i, copy in enumerate(self.loop.copies):
-            for name, count in (("slots_in_use", "running"), ("waiting_requests", "waiting")):
+            for name, fact in (
+                ("slots_in_use", "running"),
+                ("waiting_requests", "waiting"),
+                ("speculating", "speculates"),
+            ):
                 self.metrics[name].labels(i).set_function(
-                    lambda copy=copy, count=count: getattr(copy.loop.state, count)
+                    lambda copy=copy, fact=fact: getattr(copy.loop.state, fact)
                 )
             self.metrics["kv_cache_tokens"].labels(i).set(spec.num_slots * spec.max_model_len)
             self.metrics["kv_cache_used_tokens"].labels(i).set_function(

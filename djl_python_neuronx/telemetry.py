@@ -78,10 +78,12 @@ METRICS: dict[str, Metric] = {
         "Steps, by the place of sampling: host, device or mixed.",
         ("place",),
     ),
+    "drafts_total": Metric("counter", "Times that a sequence had draft tokens verified."),
     "draft_tokens_total": Metric("counter", "Draft tokens verified by the model."),
     "accepted_draft_tokens_total": Metric("counter", "Draft tokens accepted."),
     "draft_seconds": Metric("histogram", "Time to propose the drafts of a step."),
     "draft_failures_total": Metric("counter", "Steps without drafts because the proposer failed."),
+    "speculating": Metric("gauge", "1 while the engine proposes drafts, 0 without.", ("copy",)),
     "slots_in_use": Metric("gauge", "Sequences with a slot.", ("copy",)),
     "waiting_requests": Metric("gauge", "Sequences waiting for a slot.", ("copy",)),
     "kv_cache_used_tokens": Metric("gauge", "Tokens of the sequences with a slot.", ("copy",)),
@@ -237,6 +239,7 @@ class Recorder:
         if info.place is not None:
             metrics["sampling_steps_total"].labels(info.place).inc()
         if info.drafted:
+            metrics["drafts_total"].inc(info.drafts)
             metrics["draft_tokens_total"].inc(info.drafted)
             metrics["accepted_draft_tokens_total"].inc(info.accepted)
 

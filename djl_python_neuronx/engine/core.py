@@ -419,13 +419,13 @@ class Engine:
         info = info._replace(
             place=call.place, draft_s=seconds, draft_error=error, cached=call.cached
         )
-        drafted = 0 if call.batch.chunks else len(sampled) * self.spec.num_fused_drafts
-        if info.kind == "verification":
-            drafted = info.tokens - info.rows
-        if drafted:
-            # Each output has one token that needs no draft.
+        if (width := call.tokens.shape[1]) > 1 and (decode := call.step.decode) is not None:
+            # A device that drafts fills all columns. Each output has one token that needs no draft.
+            drafted = (decode.lens if info.kind == "verification" else decode.lens * width) - 1
             accepted = sum(len(output.token_ids) - 1 for output in outputs if output.token_ids)
-            info = info._replace(drafted=drafted, accepted=accepted)
+            info = info._replace(
+                drafts=int((drafted > 0).sum()), drafted=int(drafted.sum()), accepted=accepted
+            )
         return StepResult(outputs, info)
 
     def _give(self, call: Call, row: int, sequence: Sequence, token_ids: list[int]) -> TokenOutput:

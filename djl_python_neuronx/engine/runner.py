@@ -50,8 +50,10 @@ class StepInfo(NamedTuple):
     """Time that its proposal took, the draft model's calls included."""
     draft_error: ServingError | None = None
     """The error of the proposer; None if it has not failed."""
+    drafts: int = 0
+    """Rows with draft tokens to verify."""
     drafted: int = 0
-    """Draft tokens that were verified."""
+    """Their draft tokens."""
     accepted: int = 0
     """Draft tokens that became output."""
     place: SamplingPlace | None = None

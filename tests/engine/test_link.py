@@ -104,7 +104,7 @@ def test_every_field_of_a_step_reaches_the_front() -> None:
     info = all_set(
         StepInfo(
             "mixed", 64, 3, 40, 0.5, cache=128, slots=4, num_reprefilled=7, draft_s=0.25,
-            draft_error=BackendError("no"), drafted=6, accepted=5, place="device",
+            draft_error=BackendError("no"), drafts=2, drafted=6, accepted=5, place="device",
             cached={"a": 4},
         )
     )  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from djl_python_neuronx.backends.base import Step, StepOutput, Want
 from djl_python_neuronx.engine.core import Engine
-from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS
+from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, StepInfo
 from djl_python_neuronx.engine.sampler import Sampler
 from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.speculation import DraftModel, NgramProposer, Proposer
@@ -364,10 +364,11 @@ def test_the_step_tells_what_was_drafted_and_stands() -> None:
         taken = sum(len(output.token_ids) for output in outputs)
         if info.kind == "verification":
             assert info.draft_s > 0
+            assert info.drafts == sum(length > 1 for length in record.lens)
             assert info.drafted == sum(record.lens) - len(record.lens)
             assert info.accepted == taken - len(outputs)
         else:
-            assert (info.drafted, info.accepted) == (0, 0)
+            assert (info.drafts, info.drafted, info.accepted) == (0, 0, 0)
             assert taken == len(outputs)
 
 
@@ -418,3 +419,20 @@ def test_drafts_of_the_device_give_what_there_is_without_them(data: st.DataObjec
         most = min(one.max_new_tokens or TOY_SPEC.max_model_len, 128 - len(one.prompt_ids))
         assert tokens(results[one.request_id]) == expected(one.prompt_ids, most, one.stop_token_ids)
     assert_clean(engine, backend)
+
+
+def test_drafts_of_the_device_are_counted_too() -> None:
+    spec = replace(SPEC, num_speculative_tokens=0, num_fused_drafts=NUM_DRAFTS, outputs=Want.TOKENS)
+    engine = Engine(DraftsOnDevice(replace(spec, fixed_sampling=(1.0, 1.0, 1.0))))
+    engine.add(request("a", [5, 6, 7], 40))
+    engine.add(request("b", [8] * 9, 30))
+    infos: list[StepInfo] = []
+    while engine.has_work:
+        outputs, info = engine.step()
+        assert info is not None
+        further = sum(len(output.token_ids) - 1 for output in outputs)
+        wanted = (0, 0) if info.kind == "prefill" else (len(outputs), further)
+        assert (info.drafts, info.accepted) == wanted
+        assert info.drafted == NUM_DRAFTS * info.drafts
+        infos.append(info)
+    assert 0 < sum(info.accepted for info in infos) < sum(info.drafted for info in infos)
