@@ -51,14 +51,15 @@ class Service:
         cores: Sequence[str] = (),
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         room: Callable[[], AbstractContextManager[object]] = nullcontext,
+        adapters: Sequence[Path] = (),
         before: Service | None = None,
         on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> None:
         """Wait until the engines are ready. With `before`, no engine is started and that service's metrics are reused.
 
-        `launches`, `cores`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called while the
-        engines load. `functions`: of `model.py`.
+        `launches`, `cores`, `adapters`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called
+        while the engines load. `functions`: of `model.py`.
 
         Raises:
             ServingError: an engine could not be loaded.
@@ -80,6 +81,7 @@ class Service:
             settings=LoopSettings.of(options, room, partial(once_free, wait_s=options.core_wait_s)),
             on_death=on_death,
             on_progress=progress.stage,
+            adapters=adapters,
         )
         with ExitStack() as made:
             made.callback(self.stop)
@@ -158,6 +160,7 @@ class Service:
             cores=launch.cores,
             functions=functions,
             room=launch.room,
+            adapters=launch.adapters,
             before=before,
             on_death=on_death,
             progress=progress,

@@ -49,6 +49,7 @@ class EngineRequest:
     """Most likely tokens to return in the place of each token of the prompt, with that token's log-probability; None:
     the prompt has no scores."""
     adapter: int = 0
+    """The place of its LoRA adapter; 0: the model without one."""
     seed: int | None = None
     """The seed where `sampling` has none, so that another engine draws the same tokens. None: the engine draws it."""
     given_ids: Annotated[Sequence[int], SkipValidation] = ()

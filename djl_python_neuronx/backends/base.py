@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Flag
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -89,8 +90,10 @@ class ModelSpec:
     """Tokens that a prompt's prefix is reused by; 0: no prefix is ever reused (see `Backend.cached`)."""
     simulated: bool = False
     """No model runs, and all answers are made up."""
-    adapters: tuple[str, ...] = ("",)
-    """LoRA adapter names; index 0 is the base model."""
+    num_adapters: int = 0
+    """Places for LoRA adapters, numbered from 1: place 0 is the model without one."""
+    changes_adapters: bool = False
+    """The adapters of the places can change between steps; else they stay those of the load."""
 
     @property
     def has_logits(self) -> bool:
@@ -115,7 +118,7 @@ class Rows:
     slots: Int32Array
     """int32[B], strictly ascending."""
     adapters: Int32Array
-    """int32[B]: index into `ModelSpec.adapters`."""
+    """int32[B]: the place of each row's adapter, at most `ModelSpec.num_adapters`; 0: none."""
     wants: Want
     """Where `ModelSpec.outputs` has TOKENS and LOGITS: TOKENS, or both if a row is sampled on the host."""
     sampling: Float32Array
@@ -224,6 +227,15 @@ class Backend(Protocol):
 
     def release(self, slots: Sequence[int]) -> None:
         """End the sequences of these slots."""
+
+    def set_adapter(self, place: int, folder: Path | None) -> None:
+        """Load the adapter of a PEFT folder, which has been checked, into a place; None: empty the place.
+
+        Called between steps, while no sequence of the place lives. What is in the cache for the place is forgotten.
+
+        Raises:
+            BackendError: the adapter cannot be loaded, or the backend changes none; the place has none then.
+        """
 
     def close(self) -> None:
         """Free the device; idempotent."""

@@ -15,6 +15,21 @@ from djl_python_neuronx.planning.nxdi.contrib import Code
 
 
 @dataclass(frozen=True)
+class LoraPlan:
+    """The LoRA adapters that a model is loaded with, and the room for others."""
+
+    max_loras: int
+    """Places for adapters: most that are loaded at once."""
+    max_rank: int
+    target_modules: tuple[str, ...]
+    """Names of the layers that adapters may change, as in `q_proj`."""
+    shard_linear: bool = False
+    """Divide both matrices of an adapter across the cores."""
+    adapters: tuple[Path, ...] = ()
+    """PEFT folders, checked, of the places from 1 on at the start; at most `max_loras`."""
+
+
+@dataclass(frozen=True)
 class LoadPlan:
     """A local model and the shapes to serve it with, all of them resolved.
 
@@ -57,6 +72,8 @@ class LoadPlan:
     """A prompt reuses the prefix that a slot has, where the backend can."""
     default_top_k: Literal["global_top_k"] | None = None
     """top_k of a row that sets none, if the device samples; None: such a row is refused."""
+    lora: LoraPlan | None = None
+    """None: no adapter is served."""
     compile_workers: int = 0
     """Compilers that run at once; 0: as many as the library starts."""
     presharded: bool = False

@@ -84,6 +84,11 @@ class Prefixes:
         """Forget the tokens of these slots behind the first `lens`."""
         self._tokens[slots, lens] = _END
 
+    def forget(self, adapter: int) -> None:
+        """Forget the tokens of all slots that an adapter's sequences have filled."""
+        owned = [slot for slot, owner in enumerate(self._owners) if owner and owner[0] == adapter]
+        self._tokens[owned, 0] = _END
+
     def touch(self, slots: Sequence[int]) -> None:
         """Record that these slots are used now."""
         self._turn += 1

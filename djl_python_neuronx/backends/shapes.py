@@ -57,6 +57,8 @@ def check_rows(rows: Rows, spec: ModelSpec) -> None:
     first, last = int(rows.starts.min()), int((rows.starts + rows.lens).max()) - 1
     if first < 0 or last >= spec.max_model_len:
         refuse(f"positions {first} to {last}", f"0 to {spec.max_model_len - 1}")
+    if rows.adapters.min() < 0 or rows.adapters.max() > spec.num_adapters:
+        refuse(f"adapters {rows.adapters.tolist()}", f"0 to {spec.num_adapters}")
     if rows.wants & ~spec.outputs:
         refuse(f"{rows.wants}", f"{spec.outputs}, what the model can return")
 

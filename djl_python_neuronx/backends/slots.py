@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.prefixes import Prefixes
 from djl_python_neuronx.backends.shapes import check_budget, check_rows, refuse
-from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.errors import BackendError, StepError
 
 
 def make_spec(
@@ -115,6 +116,28 @@ class SlotBackend(ABC):
         self._filled[list(slots)], self._ran = 0, None
         if self._prefixes is not None:
             self._prefixes.touch(slots)
+
+    def set_adapter(self, place: int, folder: Path | None) -> None:
+        """See `Backend`. What is cached is forgotten first, whatever becomes of the adapter."""
+        if not 1 <= place <= self.spec.num_adapters:
+            message = f"adapter place {place} does not exist; expected 1 to {self.spec.num_adapters} (max_loras)"
+            raise BackendError(message)
+        self._forget(place)
+        self._set_adapter(place, folder)
+
+    def _forget(self, place: int) -> None:
+        """Forget what is cached for an adapter's place."""
+        if self._prefixes is not None:
+            self._prefixes.forget(place)
+
+    def _set_adapter(self, place: int, folder: Path | None) -> None:
+        """Load an adapter into a place, or empty it; see `Backend.set_adapter`.
+
+        Raises:
+            BackendError: always, unless `ModelSpec.changes_adapters`.
+        """
+        message = f"the {self.name} backend cannot load {folder} into place {place} while it runs"
+        raise BackendError(message)
 
     def run(self, step: Step) -> StepOutput:
         """Run a step.

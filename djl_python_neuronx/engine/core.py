@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Union
 
 import numpy as np
@@ -210,6 +211,15 @@ class Engine:
         sequence = Sequence(request, self.spec, grammar, arrived_s=self._clock())
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
+
+    def uses(self, adapter: int) -> bool:
+        """True while a sequence of an adapter's place lives."""
+        return any(sequence.request.adapter == adapter for sequence in [*self._live.values()])
+
+    def set_adapter(self, place: int, folder: Path | None) -> None:
+        """Load an adapter into a place that is not in use, or empty it: see `Backend`."""
+        self._finish_last()
+        self._backend.set_adapter(place, folder)
 
     def abort(self, request_id: str) -> None:
         """Drop a sequence that its client has left or a stop string has ended; idempotent, no output follows."""

@@ -64,8 +64,8 @@ def check(request: GenerationRequest, spec: ModelSpec) -> None:
     _check_given(request, spec)
     _check_grammar(request, spec)
     _check_lengths(request)
-    if not 0 <= request.adapter < len(spec.adapters):
-        msg = f"adapter {request.adapter} is not loaded; expected 0 (base model) to {len(spec.adapters) - 1}"
+    if not 0 <= request.adapter <= spec.num_adapters:
+        msg = f"adapter {request.adapter} does not exist; expected 0 (base model) to {spec.num_adapters}"
         raise UnsupportedParameterError(msg)
     if not spec.has_logits and (reason := _host_reason(request, spec)):
         raise UnsupportedParameterError(reason)

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.delivery import Delivery, notify
-from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_step
+from djl_python_neuronx.engine.link import SPEC, EngineState, Link, decode_error, decode_step
 from djl_python_neuronx.engine.streams import Observer, StreamRegistry
 from djl_python_neuronx.errors import (
     BackendUnavailableError,
@@ -136,12 +138,13 @@ class EngineLoop:
         on_death: Callable[[ServingError], None],
         on_progress: Callable[[str], None],
         vocabulary: Callable[[], object],
+        adapters: Mapping[int, Path | None] = MappingProxyType({}),
     ) -> None:
         """`launch` starts an engine, now and after each death. `copy`: the number of this copy, for logs and metrics.
 
-        `lock`: see `StreamRegistry`; `on_orphans`: see `Delivery`. `on_death` is called when no engine is started any
-        more, after every request left has got the error. `on_progress` gets a line of text at each stage of a load.
-        `vocabulary`: see `Grammars`; each engine waits for it.
+        `lock`, `adapters`: see `StreamRegistry`; `on_orphans`: see `Delivery`. `on_death` is called when no engine is
+        started any more, after every request left has got the error. `on_progress` gets a line of text at each stage of
+        a load. `vocabulary`: see `Grammars`; each engine waits for it.
         """
         self.state = EngineState()
         self._copy = copy
@@ -173,7 +176,7 @@ class EngineLoop:
         self.spec: ModelSpec
         """Facts of the loaded model."""
         self.streams = StreamRegistry(
-            settings.max_waiting, lock, lambda stream: notify(observer.resumed, stream)
+            settings.max_waiting, lock, lambda stream: notify(observer.resumed, stream), adapters
         )
         self._delivery = Delivery(
             self.streams,
@@ -261,6 +264,7 @@ class EngineLoop:
                 f"the output thread failed ({type(error).__name__}: {error}); restart the server"
             )
             death = _Death(BackendUnavailableError(message), "output thread")
+        self.streams.connect(None)
         if self._closing.is_set():
             stopped = "the server stopped before this request was finished; send it elsewhere"
             self._delivery.fail(self.streams.open_streams(), BackendUnavailableError(stopped))
@@ -290,6 +294,10 @@ class EngineLoop:
             if kind == "entering":
                 self._busy = True
                 self._note_entering(*fields)
+                continue
+            if kind == "adapter":
+                number, failure = fields
+                self.streams.adapter_set(number, decode_error(failure))
                 continue
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(*fields)
@@ -444,7 +452,7 @@ class EngineLoop:
             if self.streams.link is None:
                 self._delivery.leave(None)
                 self._delivery.expire(self._died_s)
-            elif not (self._busy or len(self.streams)):
+            elif not (self._busy or len(self.streams) or self.streams.changes):
                 self._silent_s = 0.0
                 continue
             if not self._serves:

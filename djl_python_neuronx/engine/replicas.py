@@ -9,20 +9,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.delivery import notify
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.link import EngineState
+from djl_python_neuronx.engine.link import EngineState, Link
 from djl_python_neuronx.engine.loop import JOIN_S, STOPPING, EngineLoop, Host, LoopSettings
 from djl_python_neuronx.engine.streams import AsyncQueue, Generation, Observer, OutputQueue, Stream
 from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
-from djl_python_neuronx.errors import BackendUnavailableError, QueueFullError, ServingError
+from djl_python_neuronx.errors import (
+    BackendUnavailableError,
+    QueueFullError,
+    RequestError,
+    ServingError,
+)
 from djl_python_neuronx.types import GenerationRequest, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,8 +72,11 @@ class Replicas:
         cores: Sequence[str] = (),
         on_death: Callable[[ServingError], None] = lambda _error: None,
         on_progress: Callable[[str], None] = logger.debug,
+        adapters: Sequence[Path] = (),
     ) -> None:
         """Start nothing. `launches`: a function for each copy that starts its engine. `cores`: see `Copy`.
+
+        `adapters`: the folders of those that every engine loads at its start, in the places from 1 on.
 
         `on_death` is called when the last copy is given up, after every request has got the error.
         """
@@ -86,6 +96,11 @@ class Replicas:
         """Facts of the model, once a copy has been started."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
+        self._adapters = adapters
+        self._changed: dict[int, Path | None] = {}
+        """The places that have another adapter than an engine loads at its start, and the folders."""
+        self._changing = threading.Lock()
+        """Held while an adapter is changed, before `_lock`."""
         self.copies: list[Copy] = []
         for i, launch in enumerate(launches):
             new_loop = partial(
@@ -99,6 +114,7 @@ class Replicas:
                 on_death=self._give_up,
                 on_progress=on_progress,
                 vocabulary=self._vocabulary,
+                adapters=self._changed,
             )
             self.copies.append(Copy(new_loop, new_loop(), cores[i] if cores else ""))
 
@@ -225,6 +241,52 @@ class Replicas:
             loop.streams.wait_until_empty(max(0.0, ends_s - time.monotonic()))
         return _end(loops, join_s)
 
+    # Adapters
+
+    def adapter(self, place: int) -> Path | None:
+        """The folder of the adapter in a place; None: it has none, as place 0."""
+        started = dict(enumerate(self._adapters, 1))
+        return self._changed.get(place, started.get(place))
+
+    def set_adapter(self, place: int, folder: Path | None) -> None:
+        """Load the adapter of a PEFT folder, which has been checked, into a place of all copies; None: empty the place.
+
+        Blocks until each copy with an engine has done so, which waits for the requests of the place to end; it refuses
+        new ones meanwhile. An engine that starts later gets it, too. After an error the place has what it had before.
+
+        Raises:
+            RequestError: the model cannot change its adapters.
+            ServingError: an engine refuses the adapter, or has ended before it had loaded it.
+        """
+        with self._changing:
+            before = self.adapter(place)
+            try:
+                self._change(place, folder)
+            except ServingError:
+                with suppress(ServingError):  # the engine has logged it
+                    self._change(place, before)
+                raise
+
+    def _change(self, place: int, folder: Path | None) -> None:
+        """Change a place in every engine that is ready, also those that become ready meanwhile."""
+        changed: set[Link] = set()
+        while True:
+            changes: list[Future[None]] = []
+            with self._lock:
+                for loop in self._loops:
+                    if (link := loop.streams.link) is None or link in changed:
+                        continue
+                    if not loop.spec.changes_adapters:
+                        msg = "the loaded model cannot change its adapters; set option.adapters, and restart the server"
+                        raise RequestError(msg)
+                    changed.add(link)
+                    changes.append(loop.streams.set_adapter(place, folder))
+                if not changes:
+                    self._changed[place] = folder
+                    return
+            for change in changes:
+                change.result()
+
     # Requests
 
     def submit(self, request: GenerationRequest, output_queue: OutputQueue) -> None:
@@ -327,7 +389,9 @@ class Replicas:
             for _, together in groupby(streams.open_streams(), lambda one: id(one.begun)):
                 group = list(together)
                 taker = self._taker(i, group, given_up)
-                if taker is None or not taker.loop.streams.adopt(group, streams):
+                if taker is None:
+                    continue
+                if not taker.loop.streams.adopt(group, streams):
                     break
                 num_moved += len(group)
         if num_moved:
@@ -340,6 +404,9 @@ class Replicas:
             # Without another engine, requests may as well wait for the next one of this copy.
             return other if other is not copy and other and (other.alive or given_up) else None
         taker = heir._choose() if heir is not None else None
+        places = {stream.request.adapter for stream in group}
+        if heir is not None and any(heir.adapter(one) != self.adapter(one) for one in places):
+            heir = None
         if heir is not None and not (taker and any(one.refusal(heir.spec) for one in group)):
             other = taker or other or heir.copies[i]
             for stream in group:

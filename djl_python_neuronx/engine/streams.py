@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice, takewhile
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -286,8 +290,12 @@ class StreamRegistry:
         max_waiting: int,
         lock: threading.Condition,
         on_resumed: Callable[[Stream], None] = lambda _: None,
+        adapters: Mapping[int, Path | None] = MappingProxyType({}),
     ) -> None:
-        """`on_resumed` is called with each stream that another engine goes on with, once that has got it."""
+        """`on_resumed` is called with each stream that another engine goes on with, once that has got it.
+
+        `adapters`: the places that have another adapter than an engine loads at its start; it changes under the lock.
+        """
         self.closed: ServingError | None = None
         """The error for which no request is accepted any more; None while there is or will be an engine."""
         self.num_slots = 0
@@ -302,6 +310,10 @@ class StreamRegistry:
         Held while a request or an engine comes or goes. What the engine gets is sent under it: the message that ends a
         request follows the one that adds it."""
         self._open: dict[str, Stream] = {}
+        self._adapters = adapters
+        self._numbers = itertools.count()
+        self.changes: dict[int, Future[None]] = {}
+        """The changes of adapters that the engine has not answered."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -326,10 +338,38 @@ class StreamRegistry:
         return self._open.get(request_id)
 
     def connect(self, link: Link | None) -> None:
-        """Give all requests to an engine that is ready; None: they wait for the next one."""
+        """Give adapters and all requests to an engine that is ready; None: they wait for the next one."""
         with self.lock:
             self.link = link
+            unanswered, self.changes = self.changes, {}
+            for change in unanswered.values():
+                change.set_exception(
+                    BackendUnavailableError(
+                        "the engine ended before it had loaded the adapter; retry"
+                    )
+                )
+            if link is not None:
+                for place, folder in self._adapters.items():
+                    self.set_adapter(place, folder)
             self._send(self._open.values())
+
+    def set_adapter(self, place: int, folder: Path | None) -> Future[None]:
+        """Let the engine, which is ready, change the adapter of a place. The result has its error, if it refuses."""
+        with self.lock:
+            assert self.link is not None  # noqa: S101  (`Replicas` looks under the lock)
+            number, change = next(self._numbers), Future[None]()
+            self.changes[number] = change
+            self.link.send("adapter", (number, place, None if folder is None else str(folder)))
+            return change
+
+    def adapter_set(self, number: int, error: ServingError | None) -> None:
+        """Take the engine's answer to `set_adapter`."""
+        with self.lock:
+            change = self.changes.pop(number)
+        if error is None:
+            change.set_result(None)
+        else:
+            change.set_exception(error)
 
     def open(self, streams: Sequence[Stream]) -> None:
         """Accept requests, all or none; the engine gets them, or the next one if none is ready.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.backends.base import ModelSpec
@@ -25,6 +26,7 @@ from djl_python_neuronx.engine.link import (
     Link,
     encode_error,
 )
+from djl_python_neuronx.engine.runner import translate
 from djl_python_neuronx.engine.speculation import DraftModel
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
@@ -57,6 +59,8 @@ class WorkerSettings:
     """Longest time that a request waits for a slot of this engine."""
     warm_up: bool = False
     """Run every graph once before the first request."""
+    num_adapters: int = 0
+    """Adapters that the load puts into the places from 1 on."""
 
 
 def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
@@ -70,7 +74,7 @@ def work(link: Link, load: Load, settings: WorkerSettings) -> bool:
         if engine is None:
             return False
         try:
-            return _Worker(engine, link, settings.queue_timeout_s).run()
+            return _Worker(engine, link, settings).run()
         except Exception as error:
             logger.exception("engine_failed")
             reason = (
@@ -143,10 +147,14 @@ def _speculation(engine: Engine) -> dict[str, object] | None:
 class _Worker:
     """Steps an engine on the calling thread; a separate thread receives commands."""
 
-    def __init__(self, engine: Engine, link: Link, queue_timeout_s: float) -> None:
+    def __init__(self, engine: Engine, link: Link, settings: WorkerSettings) -> None:
         self._engine, self._link = engine, link
-        self._queue_timeout_s = queue_timeout_s
-        self._expire_every_s = min(EXPIRE_EVERY_S, queue_timeout_s / 4)
+        self._queue_timeout_s = settings.queue_timeout_s
+        self._expire_every_s = min(EXPIRE_EVERY_S, settings.queue_timeout_s / 4)
+        self._places = {*range(settings.num_adapters + 1)}
+        """Those that requests may have: place 0, and those with an adapter."""
+        self._changes: list[tuple[int, int, str | None]] = []
+        """Number, place and folder of each adapter that waits until no sequence of its place lives."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: EngineState | None = EngineState()
         self._expired_s = time.monotonic()
@@ -159,9 +167,12 @@ class _Worker:
         threading.Thread(target=self._receive, name="djl-neuronx-commands", daemon=True).start()
         call: Call | None = None
         while engine.dead is None:
-            while not engine.has_work or not commands.empty():
+            while not engine.has_work or not commands.empty() or self._changes:
                 self._send(call)
                 call = None
+                self._change_adapters()
+                if engine.has_work and commands.empty():
+                    break
                 if not engine.has_work:
                     self._send_state()
                 command = commands.get()
@@ -186,6 +197,8 @@ class _Worker:
                 kind, argument = message
                 if kind == "add":
                     self._add(argument)
+                elif kind == "adapter":
+                    self._commands.put(partial(self._changes.append, argument))
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:
@@ -203,9 +216,31 @@ class _Worker:
 
     def _enter(self, request: EngineRequest, grammar: Grammar | None) -> None:
         try:
+            changing = [place for _, place, _ in self._changes]
+            if request.adapter not in self._places or request.adapter in changing:
+                message = f"the adapter of the request is not loaded now (place {request.adapter}); retry later"
+                raise BackendUnavailableError(message)  # noqa: TRY301
             self._engine.add(request, grammar)
         except Exception as error:  # noqa: BLE001  (as above)
             self._fail(request.request_id, error)
+
+    def _change_adapters(self) -> None:
+        """Load or unload the adapters whose places have no sequences, each place in the order of its changes."""
+        for change in self._changes.copy():
+            number, place, folder = change
+            if self._engine.uses(place):
+                continue
+            self._link.send("first_call")  # as that of a graph it may take long
+            self._changes.remove(change)
+            self._places.discard(place)
+            failure: ServingError | None = None
+            try:
+                self._engine.set_adapter(place, None if folder is None else Path(folder))
+                self._places |= {place} if folder is not None else set()
+            except Exception as error:
+                logger.exception("adapter_failed place=%d folder=%s", place, folder)
+                failure = translate(error)
+            self._link.send("adapter", number, encode_error(failure))
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         """End a request that the engine has not got."""

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from djl_python_neuronx.backends.env import count_cores
@@ -44,6 +45,11 @@ class Launch:
         """Parameters of OpenAI's requests that set none, by the model's author."""
         is_used = self.prepared.options.generation_config == "auto"
         return default_parameters(self.prepared.artifact.generation) if is_used else {}
+
+    @property
+    def adapters(self) -> Sequence[Path]:
+        """The folders of the adapters that every copy loads, in the places from 1 on."""
+        return _adapters(self.graphs[0].plan)
 
     def room(self) -> AbstractContextManager[None]:
         """Wait until the host has memory for a copy; see `LoopSettings`."""
@@ -95,11 +101,17 @@ def make_launch(
         native_sampling=options.native_sampling,
         sampling_threads=options.sampling_threads or _num_sampling_threads(len(placed)),
         worker=WorkerSettings(
-            options.queue_timeout or options.predict_timeout, warm_up=not options.skip_warmup
+            options.queue_timeout or options.predict_timeout,
+            warm_up=not options.skip_warmup,
+            num_adapters=len(_adapters(graphs[0].plan)),
         ),
         logging=log_settings(),
     )
     return Launch(prepared, placed, graphs, job, tokenizer)
+
+
+def _adapters(plan: LoadPlan) -> Sequence[Path]:
+    return () if plan.lora is None else plan.lora.adapters
 
 
 def _num_sampling_threads(num_copies: int) -> int:

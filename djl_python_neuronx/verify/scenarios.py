@@ -61,7 +61,7 @@ def run_scenarios(backend: Backend, *, quick: bool = False) -> Record:
                 driver.record.left_out.append(f"what follows {driver.scenario}: the device is lost")
                 break
         driver.leave(*driver.live)
-    if driver.spec.adapters != ("",):
+    if driver.spec.num_adapters:
         driver.record.left_out.append("LoRA adapters")
     return driver.record
 

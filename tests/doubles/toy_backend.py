@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -27,7 +28,7 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.backends.shapes import choose_bucket
-from djl_python_neuronx.errors import StepError
+from djl_python_neuronx.errors import BackendError, StepError
 
 TOY_SPEC = ModelSpec(
     num_slots=4,
@@ -100,11 +101,14 @@ class ToyBackend:
         """Device rules broken so far: assert that it is empty."""
         self.num_steps = 0
         self.closed = False
+        self.adapters: dict[int, Path] = {}
+        """The adapter in each place; a row that has one begins with the letters of its folder's name."""
         self._dead: Exception | None = None
         self._running = threading.Lock()
         self._cache = np.zeros((spec.num_slots, spec.max_model_len), np.int64)
         self._filled = [0] * spec.num_slots
         self._acquired: set[int] = set()
+        self._users: dict[int, int] = {}
         self._live: set[int] = set()
 
     @property
@@ -129,8 +133,9 @@ class ToyBackend:
         )
         self._require(slot not in self._acquired, f"slot {slot} was acquired twice")
         self._require(len(prompt_ids) > 0, f"slot {slot} was acquired for an empty prompt")
-        self._require(0 <= adapter < len(self.spec.adapters), f"adapter {adapter} does not exist")
+        self._require(0 <= adapter <= self.spec.num_adapters, f"adapter {adapter} does not exist")
         self._acquired.add(slot)
+        self._users[slot] = adapter
         return self.cached(prompt_ids, adapter)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -143,6 +148,19 @@ class ToyBackend:
             self._acquired.discard(slot)
             self._live.discard(slot)
             self._spoil(slot)
+
+    def set_adapter(self, place: int, folder: Path | None) -> None:
+        """Load an adapter; one whose name begins with "bad" fails."""
+        self._require(not self._running.locked(), f"adapter {place} was set during a step")
+        self._require(1 <= place <= self.spec.num_adapters, f"place {place} does not exist")
+        users = [slot for slot in self._acquired if self._users.get(slot) == place]
+        self._require(not users, f"adapter {place} was set while slots {users} use it")
+        self.adapters.pop(place, None)
+        if folder is not None and folder.name.startswith("bad"):
+            message = f"{folder} is no adapter"
+            raise BackendError(message)
+        if folder is not None:
+            self.adapters[place] = folder
 
     def close(self) -> None:
         """End it; a hanging step is let go."""
@@ -242,6 +260,8 @@ class ToyBackend:
                 continue
             for column in range(length) if every else [length - 1]:
                 seen = self._cache[slot, : start + column + 1]
+                if place := int(rows.adapters[i]):
+                    seen = np.append([*self.adapters[place].name.encode()], seen)
                 logits[i, column if every else 0] = toy_logits(seen, self.spec.vocab_size)
         return logits
 
@@ -277,7 +297,7 @@ class ToyBackend:
             self._check_sampling(rows)
         adapters = rows.adapters.tolist()
         self._require(
-            all(0 <= a < len(self.spec.adapters) for a in adapters),
+            all(0 <= a <= self.spec.num_adapters for a in adapters),
             f"adapters {adapters} do not exist",
         )
         for i, slot in enumerate(slots):

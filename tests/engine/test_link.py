@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from djl_python_neuronx.backends.base import ModelSpec, Want
-from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan
 from djl_python_neuronx.engine.core import StepResult
 from djl_python_neuronx.engine.link import (
     REQUEST,
@@ -139,7 +139,7 @@ SPECIFIED = ModelSpec(
     max_prefill_batch=2, token_buckets=(32, 64), decode_slots=(1, 3), outputs=Want.TOKENS | Want.LOGITS,
     largest_top_k=50, default_top_k=40, temperatures=(0.01, 2.0), applies_top_p=False,
     fixed_sampling=(1.0, 0.5, 0.25), mixed_steps=True, joins="reprefill", cache_buckets=(32, 96), cache_block=16,
-    score_columns=6, num_speculative_tokens=4, prefix_block=8, adapters=("", "one"), simulated=True,
+    score_columns=6, num_speculative_tokens=4, prefix_block=8, num_adapters=2, changes_adapters=True, simulated=True,
 )  # fmt: skip
 
 
@@ -160,10 +160,12 @@ def test_the_front_gets_the_facts_of_the_model(spec: ModelSpec) -> None:
 
 
 def test_every_field_of_a_job_reaches_the_engine() -> None:
-    plan = LoadPlan(Path("/models/a"), 4, 128, (64, 128))
+    lora = LoraPlan(4, 16, ("q_proj",), shard_linear=True, adapters=(Path("/adapters/a"),))
+    all_set(lora, LoraPlan(0, 0, ()))
+    plan = LoadPlan(Path("/models/a"), 4, 128, (64, 128), lora=lora)
     job = EngineJob(
         (ModelJob("tnx", plan, Path("/graphs")), ModelJob("cpu", plan)), ngram_prompt_lookup_max=3,
-        decode_interleave=2, max_join_wait_s=0.5, worker=WorkerSettings(7.5, warm_up=True),
+        decode_interleave=2, max_join_wait_s=0.5, worker=WorkerSettings(7.5, warm_up=True, num_adapters=1),
         logging=("DEBUG", "json"), copy=5, native_sampling=False, sampling_threads=4,
     )  # fmt: skip
     all_set(job, EngineJob(()))

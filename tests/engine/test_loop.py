@@ -743,7 +743,7 @@ def test_the_last_state_of_an_engine_that_becomes_idle_is_idle() -> None:
 
     front, end = socket.socketpair()
     link, engine = Link(front), Interrupted(ToyBackend())
-    one = _Worker(engine, Link(end), 120.0)
+    one = _Worker(engine, Link(end), WorkerSettings())
     one._send_state()
     engine.add(request("a", [5, 6]))
     one._send(engine.run(engine.schedule()))
