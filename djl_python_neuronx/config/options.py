@@ -555,8 +555,8 @@ class SpeculationOptions(OptionGroup):
         ),
     ] = 5
     """Tokens proposed per step; 0 disables speculation. Answers do not depend on it, up to rounding of the dtype: a
-    proposed token is kept only if the model itself would have chosen it. NxDI also counts the large model's own token,
-    which is added automatically."""
+    proposed token is kept only if the model itself would have chosen it. Where drafts make it slower they are switched
+    off. NxDI also counts the large model's own token, which is added automatically."""
     ngram_prompt_lookup_max: Annotated[
         Count | None, Option(to={"tnx": _DRAFTING}, graph=(), cpu=True, draft="off")
     ] = None

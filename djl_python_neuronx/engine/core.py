@@ -145,7 +145,7 @@ class Engine:
     ) -> None:
         """`proposer` drafts tokens for the backend to verify; not used where `spec.num_speculative_tokens` is 0.
 
-        `make_sampler` gets the numbers of slots and of tokens. `clock`: seconds; a proposer alone reads another.
+        `make_sampler` gets the numbers of slots and of tokens. `clock`: seconds.
         """
         self.spec = backend.spec
         self.runner = Runner(backend, clock)
@@ -166,7 +166,7 @@ class Engine:
         self.grammars: Grammars
         """Set with the vocabulary, before the first request that has one."""
         self.proposer = proposer
-        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens)
+        self._speculator = Speculator(proposer, self.spec.num_speculative_tokens, clock)
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._failed_steps = 0
@@ -191,8 +191,8 @@ class Engine:
 
     @property
     def speculates(self) -> bool:
-        """False without a proposer, or once it is disabled after its failures."""
-        return self._speculator.proposer is not None
+        """False without a proposer, once it is disabled after its failures, and while its drafts do not pay."""
+        return self._speculator.is_on
 
     @property
     def runners(self) -> list[Runner]:
@@ -209,6 +209,8 @@ class Engine:
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
         """Queue a request that `limits.check` has passed, with an id that no other one has, and its grammar."""
         sequence = Sequence(request, self.spec, grammar, arrived_s=self._clock())
+        if not self._live:
+            self._speculator.rest()
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
@@ -275,6 +277,8 @@ class Engine:
         Where the next call may have the same rows nothing else delays it: `advance` can follow while it runs.
         """
         last = self._last
+        if batch:
+            self._speculator.begin()
         if last is not None and last.batch is batch:
             call = Call(batch, [], last.step)
         else:
@@ -348,14 +352,17 @@ class Engine:
         """
         batch, step = call.batch, call.step
         if step is None:
-            if self.speculates and not batch.chunks:
+            if not batch.chunks:
                 call.proposal = self._speculator.propose(batch.decoding, self._sampler, min_drafts)
             step = call.step = self._batcher.fill(batch, call.proposal.drafts)
         call.ran = self.runner.run(step)
         call.tokens, call.place = self._sample(batch, step, call.ran.output)
+        if not (batch.chunks or min_drafts):
+            self._speculator.note(call.tokens, len(batch.sampled))
         self._failed_steps = 0
         goes_on = self._batcher.advance(batch, call.tokens)
-        call.goes_on = goes_on and not self.speculates  # drafts follow from the newest tokens
+        # Drafts follow from the newest tokens.
+        call.goes_on = goes_on and not self._speculator.drafts(batch.decoding)
 
     def _sample(self, batch: Batch, step: Step, output: StepOutput) -> Sampled:
         """Sample the tokens of a step.

@@ -132,7 +132,7 @@ class EngineState(NamedTuple):
     waiting: int = 0
     """Sequences that wait for a slot."""
     speculates: bool = True
-    """False once drafting has been given up, and without it."""
+    """False without drafts, and once they are given up or switched off."""
 
 
 SPEC = TypeAdapter(ModelSpec)

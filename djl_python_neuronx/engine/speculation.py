@@ -11,7 +11,7 @@ request's own random numbers instead, so that it hits what the large model will 
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from djl_python_neuronx.backends.base import (
     Want,
 )
 from djl_python_neuronx.engine.batching import plain_rows
+from djl_python_neuronx.engine.payoff import Payoff
 from djl_python_neuronx.engine.runner import MAX_FAILED_STEPS, Runner, translate
 from djl_python_neuronx.engine.sampler import NO_TOKEN, Sampler
 from djl_python_neuronx.engine.sequence import Sequence
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 _MIN_MATCH = 2
 """A match of one token predicts the next one badly."""
 _NOT_CACHED = -1
+_MOST_UNREAD = 32
+"""Tokens that a draft model reads one by one, when it drafts again; more are prefilled with all before them."""
 
 
 class Proposer(Protocol):
@@ -75,24 +78,58 @@ NO_PROPOSAL = Proposal([])
 
 
 class Speculator:
-    """Calls the proposer and disables it after repeated failures. A failed proposal never fails a request.
+    """Calls the proposer while its drafts pay, and disables it after repeated failures, which fail no request.
 
-    Engine thread only.
+    Tokens that a grammar forces are drafts without a proposer, and are never switched off. Engine thread only.
     """
 
-    def __init__(self, proposer: Proposer | None, num_speculative_tokens: int) -> None:
-        """`num_speculative_tokens`: see `ModelSpec`; with 0 the proposer is not used."""
+    def __init__(
+        self, proposer: Proposer | None, num_speculative_tokens: int, clock: Callable[[], float]
+    ) -> None:
+        """`num_speculative_tokens`: see `ModelSpec`; with 0 the proposer is not used. `clock`: seconds."""
         self.proposer = proposer if num_speculative_tokens else None
         """None: there is none, or it was disabled after its failures."""
         self._max_drafts = num_speculative_tokens
         self._failures = 0
+        self._clock = clock
+        self._payoff = Payoff()
+        self._started_s = 0.0
+        self._given = 0.0
+        """The mean number of tokens that the sequences of the last call got; 0 unless it was a decode."""
+
+    @property
+    def is_on(self) -> bool:
+        """Drafts are proposed, or withheld for a comparison alone."""
+        return self.proposer is not None and not self._payoff.is_off
+
+    def drafts(self, sequences: list[Sequence]) -> bool:
+        """Return True if the next decode of these sequences may have drafts."""
+        if self.proposer is None:
+            return False
+        return self._payoff.drafts or any(sequence.grammar for sequence in sequences)
+
+    def begin(self) -> None:
+        """Record that a device call begins, right behind the last one."""
+        last_s, self._started_s = self._started_s, self._clock()
+        if self._given:
+            self._payoff.note(self._started_s - last_s, self._given)
+        self._given = 0.0
+
+    def note(self, tokens: Int32Array, num_sampled: int) -> None:
+        """Record the tokens of the decode that has begun, int32[B, K], below 0: none, of so many sequences."""
+        if self.proposer is not None and num_sampled:
+            self._given = np.count_nonzero(tokens >= 0) / num_sampled
+
+    def rest(self) -> None:
+        """Record that the engine has nothing to do: the next call does not follow the last one at once."""
+        self._given = 0.0
 
     def propose(self, sequences: list[Sequence], sampler: Sampler, min_drafts: int = 0) -> Proposal:
         """Draft tokens after each sequence's newest token. Never raises.
 
         A sequence with fewer than `min_drafts` gets as many of token 0 as it may: the warm-up verifies these.
         """
-        if self.proposer is None:
+        if self.proposer is None or not (min_drafts or self.drafts(sequences)):
             return NO_PROPOSAL
         counts = [
             0 if sequence.num_ahead else min(self._max_drafts, sequence.num_missing - 1)
@@ -100,14 +137,16 @@ class Speculator:
         ]
         if max(counts, default=0) < 1:
             return NO_PROPOSAL
-        started_s = time.monotonic()
+        started_s = self._clock()
         drafts: list[list[int]] = []
         failure = None
         try:
             forced = _forced(sequences, counts, sampler)
-            others = [0 if ids else count for ids, count in zip(forced, counts, strict=True)]
-            proposed = self.proposer.propose(sequences, others, sampler)
-            drafts = [ids or own for ids, own in zip(forced, proposed, strict=True)]
+            drafts = forced
+            if min_drafts or self._payoff.drafts:
+                others = [0 if ids else count for ids, count in zip(forced, counts, strict=True)]
+                proposed = self.proposer.propose(sequences, others, sampler)
+                drafts = [ids or own for ids, own in zip(forced, proposed, strict=True)]
             self._failures = 0
         except Exception as error:
             self._failures += 1
@@ -116,7 +155,7 @@ class Speculator:
             if disabled:
                 self.proposer = None
             logger.warning("drafts_failed given_up=%s", disabled, exc_info=error)
-        seconds = time.monotonic() - started_s
+        seconds = self._clock() - started_s
         if min_drafts:
             drafts = [
                 ids or [0] * min(min_drafts, count)
@@ -207,8 +246,8 @@ class DraftModel:
     """A `Proposer` that runs a second, smaller model in the same slots.
 
     It prefills each prompt when the sequence first gets a proposal, and then reads the tokens that the large model has
-    accepted; rejected drafts are overwritten. After a failure its cache is not trusted: prompts and outputs so far are
-    prefilled again, as long as they fit one call.
+    accepted; rejected drafts are overwritten. After a failure its cache is not trusted, and after decodes without
+    drafts it lacks much: prompts and outputs so far are prefilled again, as long as they fit one call.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -220,10 +259,7 @@ class DraftModel:
     def propose(
         self, sequences: list[Sequence], counts: list[int], sampler: Sampler
     ) -> list[list[int]]:
-        """See `Proposer`.
-
-        A sequence whose last drafts were all accepted gets one less: this model must first read the last of them.
-        """
+        """See `Proposer`."""
         try:
             self._prefill([one for one, count in zip(sequences, counts, strict=True) if count > 0])
             return self._draft(sequences, counts, sampler)
@@ -251,6 +287,8 @@ class DraftModel:
         new = []
         for sequence in sequences:
             slot, known = sequence.held_slot, sequence.next_position
+            if known - self._cached[slot] > _MOST_UNREAD:
+                self.release(slot)
             if self._cached[slot] == _NOT_CACHED and known <= spec.prefill_buckets[-1]:
                 tokens = sequence.tokens_from(0)[:known]
                 self._backend.acquire(slot, tokens, 0)
@@ -276,10 +314,7 @@ class DraftModel:
             known = min(int(self._cached[slots[i]]), sequences[i].next_position)
             self._cached[slots[i]] = known
             unread[i] = sequences[i].tokens_from(known)
-        for _ in range(max(counts)):
-            going = [i for i in held if unread[i] and len(drafts[i]) < counts[i]]
-            if not going:
-                break
+        while going := [i for i in held if unread[i] and len(drafts[i]) < counts[i]]:
             # Every slot is in every decode; the next token of an idle one overwrites what it is fed here.
             fed = [[unread[i].pop(0) if i in going else 0] for i in held]
             starts = [int(self._cached[slots[i]]) for i in held]
