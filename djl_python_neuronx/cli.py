@@ -252,7 +252,12 @@ def _add_convert(commands: Commands) -> None:
     )
     command.add_argument("source", type=Path, help="model folder")
     command.add_argument("destination", type=Path, help="new folder")
-    command.add_argument("--to", required=True, choices=["safetensors", "split"])
+    command.add_argument("--to", choices=["safetensors", "split"], default="safetensors")
+    command.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="write a quantised checkpoint (AWQ, GPTQ, compressed-tensors, FP8) in bfloat16",
+    )
     _complete(command, _convert, log_level="info")
 
 
@@ -493,7 +498,12 @@ def _convert(arguments: argparse.Namespace) -> int:
         msg = "converting a checkpoint needs torch, which is not installed. Run: pip install 'djl-python-neuronx[cpu]'"
         raise ConfigError(msg) from error
 
-    convert(arguments.source, arguments.destination, arguments.to)
+    convert(
+        arguments.source,
+        arguments.destination,
+        arguments.to,
+        dequantize=arguments.dequantize,
+    )
     return 0
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import safe_open
 
-from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.artifact import WHOLE, Artifact
 from djl_python_neuronx.artifacts.atomic import (
     require_space,
     staging,
@@ -25,9 +25,11 @@ from djl_python_neuronx.artifacts.atomic import (
     sync_tree,
     temporary_folder,
 )
+from djl_python_neuronx.artifacts.dequantise import dequantised
 from djl_python_neuronx.artifacts.folder import TEMPLATES, Folder, copy_file, copy_tree, reading
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.tensor_files import DTYPES, read_header
+from djl_python_neuronx.artifacts.quantised import plain_config, read_scheme
+from djl_python_neuronx.artifacts.tensor_files import DTYPES, Tensor, read_header
 from djl_python_neuronx.artifacts.weights import (
     KEY_TO_FILENAME,
     SPLIT_FOLDER,
@@ -56,17 +58,7 @@ _NAMES = {
 """Types of torch to safetensors' names."""
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a checkpoint. Its values are mapped from the file, or loaded again, each time that they are used."""
-
-    dtype: str
-    """Safetensors' name."""
-    shape: tuple[int, ...]
-    num_bytes: int
-    load: Callable[[], torch.Tensor]
-
-
-_Tensors: TypeAlias = Mapping[str, _Tensor]
+_Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def convert(
@@ -74,9 +66,12 @@ def convert(
     destination: Path,
     to: Literal["safetensors", "split"],
     *,
+    dequantize: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the model in `source` to the new folder `destination` in the layout `to`.
+
+    With `dequantize` a quantised checkpoint is written in bfloat16.
 
     One tensor is in memory at a time; each is compared with its original before the folder gets its name, so that an
     interrupted conversion leaves nothing that looks finished.
@@ -86,7 +81,13 @@ def convert(
         ArtifactAccessError: the destination is taken, has no room or cannot be written.
     """
     artifact = detect(source, origin="the argument `source`")
-    _write(artifact, _read(_choose_weights(artifact, to)), destination, to, max_shard_bytes)
+    if dequantize:
+        scheme = read_scheme(artifact.config, artifact.path)
+        tensors = dequantised(_read(artifact.weights_for("dequantising", WHOLE)), scheme)
+        artifact = replace(artifact, config=plain_config(artifact.config))
+    else:
+        tensors = _read(_choose_weights(artifact, to))
+    _write(artifact, tensors, destination, to, max_shard_bytes)
     logger.info("converted source=%s destination=%s to=%s", source, destination, to)
 
 
@@ -217,7 +218,7 @@ def _write_shard(tensors: _Tensors, names: list[str], path: Path) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in ordered:
-        dtype, shape, num_bytes, _ = tensors[name]
+        dtype, shape, num_bytes = tensors[name][:3]
         begin, end = end, end + num_bytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
@@ -246,15 +247,16 @@ def _compare(tensors: _Tensors, written: Weights) -> None:
         raise ArtifactError(msg)
 
 
-def _bytes(tensor: _Tensor) -> torch.Tensor:
-    return tensor.load().contiguous().reshape(-1).view(torch.uint8)
+def _bytes(tensor: Tensor) -> torch.Tensor:
+    loaded: torch.Tensor = tensor.load()
+    return loaded.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _num_bytes(tensors: _Tensors) -> int:
     return sum(tensor.num_bytes for tensor in tensors.values())
 
 
-def _read(weights: Weights) -> dict[str, _Tensor]:
+def _read(weights: Weights) -> dict[str, Tensor]:
     """All tensors of a checkpoint.
 
     Raises:
@@ -271,14 +273,14 @@ def _read(weights: Weights) -> dict[str, _Tensor]:
     return dict(chain(*(read(folder.path / file) for file in whole_file_names(folder))))
 
 
-def _read_safetensors(path: Path) -> Iterator[tuple[str, _Tensor]]:
+def _read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, (dtype, shape, begin, end) in read_header(path).items():
         if not DTYPES[dtype][1]:
             raise _foreign(path, name, dtype)
-        yield name, _Tensor(dtype, shape, end - begin, partial(_mapped, path, name))
+        yield name, Tensor(dtype, shape, end - begin, partial(_mapped, path, name), path)
 
 
-def _read_pickle(path: Path) -> Iterator[tuple[str, _Tensor]]:
+def _read_pickle(path: Path) -> Iterator[tuple[str, Tensor]]:
     loaded = _unpickle(path)
     if not isinstance(loaded, dict):
         msg = f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors. Use another checkpoint."
@@ -287,14 +289,14 @@ def _read_pickle(path: Path) -> Iterator[tuple[str, _Tensor]]:
         yield name, _described(path, name, partial(loaded.__getitem__, name))
 
 
-def _described(path: Path, name: str, load: Callable[[], Any]) -> _Tensor:
+def _described(path: Path, name: str, load: Callable[[], Any]) -> Tensor:
     tensor = load()
     if not isinstance(tensor, torch.Tensor):
         msg = f"{path} holds a {type(tensor).__name__} as {name}; expected a tensor. Use the original checkpoint."
         raise ArtifactError(msg)
     if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
         raise _foreign(path, name, f"{tensor.layout} {tensor.dtype}")
-    return _Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, load)
+    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, load, path)
 
 
 def _mapped(path: Path, name: str) -> torch.Tensor:

@@ -51,7 +51,7 @@ CODE = "model_code"
 
 WeightsInOutput = Literal["none", "link", "copy", "presharded"]
 
-_KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+KEPT_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Configuration, tokenizer, chat template, the model's own code, requirements."""
 # Paths that are valid on the machine that compiled, not on those that serve.
 _LOCAL_OPTIONS = names_where(lambda marker: marker.output == "local")
@@ -199,7 +199,7 @@ def _fill(target: Path, model: Folder, compiled: Path | None, weights: WeightsIn
     small = {
         name
         for name in files - cut - {PROPERTIES, manifests.FILE_NAME}
-        if name.endswith(_KEPT_SUFFIXES) or name.startswith(LEGAL_STEMS)
+        if name.endswith(KEPT_SUFFIXES) or name.startswith(LEGAL_STEMS)
     }
     for name in small:
         copy_file(model.path / name, target / name, model.root)

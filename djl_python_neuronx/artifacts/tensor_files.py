@@ -23,7 +23,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -102,6 +102,19 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    dtype: str
+    """Safetensors' name."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    load: Callable[[], Any]
+    """Returns the torch.Tensor: mapped from the file, loaded or computed again, each time."""
+    path: Path
+    """The file."""
 
 
 def torch_name(dtype: str) -> str:

@@ -503,7 +503,8 @@ class PrecisionOptions(OptionGroup):
     quantize: Annotated[
         Weights | None,
         Option(
-            allowed="static_int8 (int8, s8, neuron_quant, true), static_fp8 (fp8, f8e4m3fn) or false",
+            allowed="static_int8 (int8, s8, neuron_quant, true), static_fp8 (fp8, f8e4m3fn) or false; checkpoints that "
+            "are quantised already need dequantize=true",
             aliases=("load_in_8bit", "neuron_quant"),
             env=("NEURON_QUANT",),
             to={"tnx": "quant.quant_dtype", "nxdi": "quantization_dtype"},
@@ -520,6 +521,10 @@ class PrecisionOptions(OptionGroup):
         ),
     ] = None
     """Store the KV cache in 8 bits: twice as many tokens in the same memory."""
+    dequantize: Annotated[bool, Option(output="local")] = False
+    """Convert a checkpoint that is quantised (AWQ, GPTQ, compressed-tensors, FP8) to bfloat16 before it is loaded:
+    once, into the folder for downloads. `quantize` may quantise it again, for the device. Without it such checkpoints
+    are an error; docs/artifacts.md has the formats."""
     all_reduce_dtype: Annotated[Dtype | None, _both("rpl_reduce_dtype")] = None
     """Type in which partial results are summed across cores. NxDI applies it to the projection after attention."""
     cast_logits_dtype: Annotated[

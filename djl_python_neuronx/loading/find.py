@@ -17,6 +17,7 @@ from djl_python_neuronx.artifacts.folder import (
     read_json,
 )
 from djl_python_neuronx.artifacts.manifest import FILE_NAME as MANIFEST
+from djl_python_neuronx.artifacts.quantised import plain_config, read_scheme
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import join_words
@@ -25,6 +26,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     UnknownFormatError,
 )
+from djl_python_neuronx.loading.dequantised import dequantise, place_of
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.model import ModelFacts
@@ -125,7 +127,7 @@ def find_named(
     recorded = parse_object(manifest, f"{name}/{MANIFEST}") if manifest else {}
     artifact = formats.of_remote(Path(name), config, recorded)
     source = f"{fetch.CONFIG} from {scheme or 'the hub'}"
-    return _checked(Model(name, source, artifact, whole=False))
+    return _checked(Model(name, source, artifact, whole=False), settings, situation)
 
 
 def _detect(
@@ -139,9 +141,10 @@ def _detect(
 ) -> Model:
     if settings.options.simulated:
         artifact = formats.read_configuration(folder, origin=origin)
-        return _checked(Model(name, str(folder), artifact))
+        return _checked(Model(name, str(folder), artifact), settings, situation)
     try:
-        return _checked(Model(name, str(folder), formats.detect(folder, origin=origin)))
+        artifact = formats.detect(folder, origin=origin)
+        return _checked(Model(name, str(folder), artifact), settings, situation)
     except ArtifactNotFoundError as error:
         if not situation.is_dry or not formats.is_configuration(folder):
             raise
@@ -151,15 +154,18 @@ def _detect(
             situation.problems.add("warning", f"{error} Only the plan is checked.")
         path = folder / fetch.CONFIG
         artifact = formats.of_remote(folder, read_json(path), {})
-        return _checked(Model(name, str(path), artifact, whole=False))
+        return _checked(Model(name, str(path), artifact, whole=False), settings, situation)
 
 
-def _checked(model: Model) -> Model:
-    """Return the model.
+def _checked(model: Model, settings: Resolved, situation: Situation) -> Model:
+    """Return the model, dequantised if that is set.
 
     Raises:
-        ArtifactError: its config.json lacks a size that its architecture has, or has a wrong one.
+        ArtifactError: its config.json lacks a size that its architecture has, or has a wrong one; or it cannot be
+            dequantised.
     """
+    if settings.options.dequantize:
+        model = _dequantised(model, settings, situation)
     if missing := model.facts.missing_sizes():
         msg = (
             f"config.json of {model.name} lacks {join_words(missing)} (or other names that "
@@ -168,6 +174,26 @@ def _checked(model: Model) -> Model:
         )
         raise ArtifactError(msg)
     return model
+
+
+def _dequantised(model: Model, settings: Resolved, situation: Situation) -> Model:
+    """Return the model with the checkpoint that a start makes of a quantised one, or in a dry run with its facts."""
+    artifact = model.artifact
+    if artifact.backend is not None or not artifact.config.get("quantization_config"):
+        return model
+    read_scheme(artifact.config, artifact.path)
+    if model.whole and not settings.options.simulated:
+        place = place_of(artifact.path, situation.environ)
+        if not situation.is_dry:
+            situation.progress.stage("dequantising the weights")
+            dequantise(artifact.path, place, situation.environ)
+        if place.exists():
+            return replace(model, artifact=formats.detect(place, origin="option.dequantize"))
+        note = f"a start writes the model's weights in bfloat16 to {place}"
+        situation.problems.add("note", note, ("dequantize",))
+    weights = tuple(replace(one, dtype="bfloat16") for one in artifact.weights)
+    plain = replace(artifact, config=plain_config(artifact.config), weights=weights)
+    return replace(model, artifact=plain)
 
 
 def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -> Model:

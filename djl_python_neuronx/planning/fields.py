@@ -55,7 +55,8 @@ QUANTISED: Final = Field(
     "reads no weights that are quantised already",
     (None,),
     stops=True,
-    fix="take the model's checkpoint that is not quantised; transformers-neuronx does it with quantize=static_int8",
+    fix="set dequantize=true (for AWQ, GPTQ, compressed-tensors and FP8), or take the model's checkpoint that is not "
+    "quantised; quantize=static_int8 quantises it for the device",
     backends=(),
 )
 """The field `quantization_config`. transformers needs further packages for it, on a CPU too."""

@@ -239,7 +239,7 @@ def _cpu(case: Case) -> Iterator[Finding]:
     if case.model.config.get("quantization_config"):
         problem = (
             "config.json has quantization_config: transformers needs the packages of its method, and some need a GPU; "
-            "take the model's checkpoint that is not quantised"
+            "set dequantize=true, or take the model's checkpoint that is not quantised"
         )
         yield Finding(("model_loader",), problem, "warning")
     if options.replicas == "max":

@@ -515,6 +515,7 @@ PRECISION = {
         config(kv_cache_quant={"quant_dtype": "s8", "dequant_dtype": "bf16"}),
         BACKEND,
     ),
+    "dequantize": flag(),
     "all_reduce_dtype": Row(
         DTYPES,
         (*DTYPE_BAD, "auto"),

@@ -1865,12 +1865,14 @@ def test_a_quantised_checkpoint_is_refused_with_a_way_that_works(method):
             situation = {"facts": facts, "loader": loader, "allow_known_defects": accepted}
             (found,) = matching(situation, "model_loader", "error", "quantization_config")
             assert "checkpoint that is not quantised" in found.problem
+            assert "set dequantize=true" in found.problem
             assert "quantize=static_int8" in found.problem
             assert "model_loader=" not in found.problem
             assert "allow_known_defects" not in found.problem
     on_cpu = {"facts": facts, "loader": "cpu"}
     (found,) = matching(on_cpu, "model_loader", "warning", "quantization_config")
     assert "checkpoint that is not quantised" in found.problem
+    assert "set dequantize=true" in found.problem
     assert matching({**on_cpu, "facts": model_of("llama")}, "model_loader", "warning", "") == []
 
 

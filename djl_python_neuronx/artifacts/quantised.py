@@ -1,0 +1,141 @@
+"""The field `quantization_config` of checkpoints that can be dequantised; `dequantise` has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
+
+from djl_python_neuronx.config.values import shortened
+from djl_python_neuronx.errors import ArtifactError
+
+METHODS: Final = "awq, compressed-tensors, fp8 or gptq"
+"""Values of `quant_method` that are dequantised."""
+_Size = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+_GroupSize = Annotated[_Size | None, BeforeValidator(lambda value: None if value == -1 else value)]
+"""Inputs that share a scale; None: all of a layer's."""
+_Form = Literal["float-quantized", "int-quantized", "naive-quantized", "pack-quantized"]
+
+
+class _Scheme(BaseModel):
+    desc_act: bool = False
+    """Inputs of a group are not neighbours: each layer has a list of groups."""
+
+    @property
+    def added(self) -> int:
+        """The number that zero points lack."""
+        return 0
+
+
+class Awq(_Scheme):
+    """Source: AutoAWQ 0.2, utils/packing_utils.py and modules/linear/gemm.py; gemv has another layout."""
+
+    quant_method: Literal["awq"]
+    version: Literal["gemm", "GEMM"] = "gemm"
+    bits: Literal[4]
+    group_size: _GroupSize
+
+
+class Gptq(_Scheme):
+    """Source: AutoGPTQ 0.7, nn_modules/qlinear; GPTQModel 2.0, utils/model.py."""
+
+    quant_method: Literal["gptq"]
+    bits: Literal[2, 3, 4, 8]
+    group_size: _GroupSize
+    checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
+    dynamic: dict[Annotated[str, Field(pattern="^-:")], Any] | None = None
+    """Layers that are not quantised. Other numbers of bits for some layers are not supported."""
+
+    @property
+    def added(self) -> int:
+        """The first format stores zero points less 1."""
+        return int(self.checkpoint_format == "gptq")
+
+
+class _Weights(BaseModel):
+    num_bits: Literal[2, 4, 8]
+    group_size: _GroupSize = None
+    block_structure: tuple[_Size, _Size] | None = None
+
+
+class _Group(BaseModel):
+    format: _Form | None = None
+    weights: _Weights
+
+
+class _Sparsity(BaseModel):
+    format: Literal["dense"]
+
+
+class CompressedTensors(_Scheme):
+    """Source: compressed-tensors 0.15, compressors and quantization/quant_args.py."""
+
+    quant_method: Literal["compressed-tensors"]
+    format: _Form
+    config_groups: dict[str, _Group] = Field(min_length=1, max_length=1)
+    """Layers that are quantised alike; several ways in one model are not supported."""
+    sparsity_config: _Sparsity | None = None
+    transform_config: dict[str, Any] | None = Field(None, max_length=0)
+    """Rotations of activations, which weights alone do not undo."""
+
+    @property
+    def _weights(self) -> _Weights:
+        return next(iter(self.config_groups.values())).weights
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return self._weights.num_bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs that share a scale; None: all of a layer's."""
+        return self._weights.group_size
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale, where that does not follow from the scales' shape."""
+        return self._weights.block_structure or (1, self.group_size or 1)
+
+
+class Fp8(_Scheme):
+    """Source: transformers 4.57, FineGrainedFP8Config; DeepSeek-V3, inference/kernel.py."""
+
+    quant_method: Literal["fp8"]
+    weight_block_size: tuple[_Size, _Size] | None = None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale, where that does not follow from the scales' shape."""
+        return self.weight_block_size or (1, 1)
+
+
+Scheme: TypeAlias = Awq | Gptq | CompressedTensors | Fp8
+_SCHEME: TypeAdapter[Scheme] = TypeAdapter(Annotated[Scheme, Field(discriminator="quant_method")])
+
+
+def read_scheme(config: Mapping[str, Any], folder: Path) -> Scheme:
+    """Read `quantization_config` of the config.json in a folder.
+
+    Raises:
+        ArtifactError: it is absent, malformed, or of a format that is not dequantised, which the message names.
+    """
+    try:
+        return _SCHEME.validate_python(config.get("quantization_config"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        # The first part is the method, and of an unknown method there is none.
+        name = ".".join(["quantization_config", *map(str, first["loc"][1:])])
+        msg = (
+            f"{folder / 'config.json'} cannot be dequantised: {name} is {shortened(first['input'])!r}: "
+            f"{first['msg']} (of {METHODS}). Take the model's checkpoint that is not quantised"
+        )
+        raise ArtifactError(msg) from error
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the dequantised model."""
+    dropped = {"quantization_config", "dtype"}
+    return {key: config[key] for key in config.keys() - dropped} | {"torch_dtype": "bfloat16"}
