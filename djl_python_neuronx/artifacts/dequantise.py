@@ -23,7 +23,7 @@ _FLOATS = ("BF16", "F16", "F32")
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 _INTEGERS, _WORDS = ("I32", "I64"), ("I32",)
 # Activations and caches are not quantised afterwards.
-_OF_ACTIVATIONS = re.compile(r"(input|output|[qkv])_(scale|zero_point|global_scale)")
+_OF_ACTIVATIONS = re.compile(r"(input|output|activation|[qkv])_(scale|zero_point|global_scale)")
 _OF_WEIGHTS = re.compile(r"qweight|qzeros|g_idx|scales|weight_\w+")
 _PACKED: Final = {
     "awq": ("qweight", "qzeros", "scales", "g_idx"),
