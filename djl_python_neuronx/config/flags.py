@@ -53,7 +53,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
                 const=name,
                 dest="option",
                 help=argparse.SUPPRESS,
-                nargs=0 if switch else "+" if option == "model_name" else 1,
+                nargs=0 if switch else "+" if option in {"model_name", "adapters"} else 1,
             )
 
 

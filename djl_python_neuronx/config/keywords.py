@@ -108,7 +108,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     "is_eagle_draft": (False, _NO_DRAFTS),
     "enable_fused_speculation": (None, _NO_DRAFTS),
     "sparse_attn": (None, "it is an object, which a file cannot hold"),
-    "lora_config": (None, "adapters are not served"),
+    "lora_config": (None, "set option.enable_lora, and the other options of adapters"),
     "is_eagle_target": (False, _LATER),
     **{name: (row.harmless, _LATER) for name, row in NOT_SERVED.items() if name in UNSUPPORTED},
 }

@@ -101,8 +101,9 @@ _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()
 
 UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    **dict.fromkeys(("enable_lora", "use_stable_diffusion", "enable_stateful_sessions"), _OFF),
-    "adapters": _ANY,
+    **dict.fromkeys(("use_stable_diffusion", "enable_stateful_sessions"), _OFF),
+    "long_lora_scaling_factors": _OFF,
+    "lora_extra_vocab_size": Unsupported(("0", "256")),
     **{name: _OFF for name in (*NOT_SERVED, "enable_prefix_caching") if name not in NAMES},
 }
 """Unsupported names."""

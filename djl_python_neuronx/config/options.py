@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from djl_python_neuronx.config.device_sampling import OnDeviceGeneration, parse_generation
+from djl_python_neuronx.config.lora_options import LoraOptions
 from djl_python_neuronx.config.nxdi_options import NxdiOptions
 from djl_python_neuronx.config.server_options import LimitOptions, ServerOptions
 from djl_python_neuronx.config.step_times import STEP_MS, StepMs
@@ -692,6 +693,7 @@ class ServingOptions(
     GraphOptions,
     PrecisionOptions,
     SpeculationOptions,
+    LoraOptions,
     ArtifactOptions,
     CompilerOptions,
     NxdiOptions,

@@ -19,6 +19,7 @@ def _by_word(rows: Mapping[str, str]) -> dict[str, str]:
 
 SAME: Final = _by_word(
     {
+        "adapters": "lora_modules",
         "context_length_estimate": "max_input_length max_input_tokens MAX_INPUT_LENGTH MAX_INPUT_TOKENS "
         "NEURON_CONTEXT_LENGTH_BUCKETS",
         "dtype": "HF_AUTO_CAST_TYPE",
@@ -42,7 +43,7 @@ _DRAFTS = "write -o ngram_prompt_lookup_max=3, or -o speculative_draft_model=MOD
 _CACHE = "set HF_HUB_CACHE to the folder of the hub's files"
 NOTHING = "nothing here corresponds to it; leave it out (docs/migration.md)"
 _PARSERS = "write -o tool_call_parser=NAME, or -o reasoning_parser=NAME: there are no others"
-_ADAPTERS = "no adapters in this version: serve the model with the adapter merged into it"
+_ADAPTERS = "write -o enable_lora=true -o adapters=NAME=PLACE"
 _IMAGES = "no images, video or audio in this version; leave it out"
 _TOKENIZER = (
     "the model's own tokenizer is used: put other files of a tokenizer into the model folder"
@@ -78,9 +79,12 @@ ADVICE: Final = {
         {
             _CACHE: "download_dir huggingface_hub_cache",
             _DRAFTS: "speculative_config",
-            _ADAPTERS: "default_mm_loras enable_tower_connector_lora fully_sharded_loras lora_dtype lora_modules "
-            "max_cpu_loras max_lora_rank max_loras specialize_active_lora",
-            _IMAGES: "allowed_local_media_path allowed_media_domains enable_mm_embeds interleave_mm_strings "
+            "leave it out: adapters have the dtype of the model": "lora_dtype",
+            "write -o max_loras=NUMBER, of all adapters": "max_cpu_loras",
+            "write -o lora_shard_linear_layer=true": "fully_sharded_loras",
+            "leave it out: max_loras is compiled": "specialize_active_lora",
+            _IMAGES: "allowed_local_media_path allowed_media_domains default_mm_loras enable_mm_embeds "
+            "enable_tower_connector_lora interleave_mm_strings "
             "limit_mm_per_prompt media_io_kwargs mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode "
             "mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs mm_shm_cache_max_object_size_mb "
             "skip_mm_profiling video_pruning_rate",
@@ -160,8 +164,6 @@ NEUTRAL: Final = {
             "mamba_ssm_cache_dtype": "auto",
             "max_logprobs": "20",
             "max_long_partial_prefills": "1",
-            "max_lora_rank": "16",
-            "max_loras": "1",
             "max_num_partial_prefills": "1",
             "media_io_kwargs": "{}",
             "mm_encoder_tp_mode": "weights",

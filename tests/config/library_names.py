@@ -303,7 +303,7 @@ NXDI_NESTED = {
     "on_device_sampling_config": NXDI_ON_DEVICE_SAMPLING,
     "kv_quant_config": NXDI_KV_QUANTIZATION,
 }
-NXDI_METHODS = frozenset({"NeuronConfig", "NeuronBaseForCausalLM", "compile"})
+NXDI_METHODS = frozenset({"LoraServingConfig", "NeuronConfig", "NeuronBaseForCausalLM", "compile"})
 NXDI_OTHER = frozenset({"fused_spec_config.draft_model_path"})
 """Beside `NeuronConfig`: a field of `InferenceConfig` and of the object in it."""
 

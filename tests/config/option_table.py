@@ -529,6 +529,66 @@ PRECISION = {
     "bf16_rms_norm": optional_flag("bf16_rms_norm", REFUSED),
 }
 
+_SQL = {"sql": "/adapters/sql"}
+_TWO = {**_SQL, "law-1.b": "owner/law@main"}
+LORA = {
+    "enable_lora": flag(REFUSED, BACKEND),
+    "adapters": Row(
+        (
+            ("sql=/adapters/sql", _SQL),
+            *(("sql=/adapters/sql, law-1.b=owner/law@main", _TWO), (_TWO, _TWO)),
+            ('{"sql": "/adapters/sql", "law-1.b": "owner/law@main"}', _TWO),
+            ('{"name": "sql", "path": "/adapters/sql", "base_model_name": "llama"}', _SQL),
+            (
+                '{"name": "sql", "path": "/adapters/sql"},{"name": "law-1.b", "path": "owner/law@main"}',
+                _TWO,
+            ),
+            ('[{"name": "sql", "path": "/adapters/sql"}]', _SQL),
+            ("{'sql': 's3://bucket/a=b'}", {"sql": "s3://bucket/a=b"}),
+            *NONE,
+        ),
+        (
+            *(
+                "",
+                "sql",
+                "=/a",
+                "sql=",
+                "a=/a,a=/b",
+                "a=/a,,b=/b",
+                "a/b=/a",
+                "..=/a",
+                ".a=/a",
+                "é=/a",
+            ),
+            *(
+                "a b=/a",
+                '{"a": 1}',
+                '{"name": "a"}x',
+                "{}",
+                "[]",
+                "[1]",
+                '[["a", "/a"]]',
+                "x" * 129 + "=/a",
+            ),
+            *(
+                '[{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]',
+                '[{"name": [1], "path": "/a"}]',
+                7,
+                ["a"],
+                "a\n=/a",
+                "-a=/a",
+            ),
+        ),
+        REFUSED,
+        BACKEND,
+    ),
+    "max_loras": count(REFUSED, BACKEND),
+    "max_lora_rank": count(REFUSED, BACKEND),
+    "lora_target_modules": Row(
+        (*WORD_LIST, *NONE), WORD_LIST_BAD, REFUSED, BACKEND, also=("target_modules",)
+    ),
+    "lora_shard_linear_layer": optional_flag(LEFT_OUT, BACKEND),
+}
 SPECULATION = {
     "speculative_draft_model": Row(
         (("org/draft", "org/draft"), ("./draft", "./draft")),
@@ -707,6 +767,7 @@ TABLE: dict[str, Row] = {
     **GRAPHS,
     **PRECISION,
     **SPECULATION,
+    **LORA,
     **ARTIFACTS,
     **COMPILER,
     **NXDI_ONLY,

@@ -35,7 +35,11 @@ TAKEN = {
     "default_chat_template_kwargs": ('{"a": 1}', "chat_template_kwargs", {"a": 1}),
     "dtype": ("bfloat16", "dtype", "bfloat16"),
     "enable_chunked_prefill": (None, "enable_chunked_prefill", True),
+    "enable_lora": (None, "enable_lora", True),
     "enable_prefix_caching": (None, "enable_prefix_caching", True),
+    "lora_modules": (f'{{"name": "sql", "path": "{MODEL}"}}', "adapters", {"sql": MODEL}),
+    "max_lora_rank": ("64", "max_lora_rank", 64),
+    "max_loras": ("2", "max_loras", 2),
     "generation_config": ("vllm", "generation_config", "vllm"),
     "max_batch_size": ("4", "max_rolling_batch_size", 4),
     "max_concurrent_requests": ("50", "max_waiting", 50),
@@ -82,8 +86,6 @@ WITHOUT_EFFECT = {
     "num_gpu_blocks_override": "512",
     "swap_space": "4",
 }
-LATER = {"enable_lora"}
-"""Switches that are accepted only to turn something off."""
 
 SWITCHES = {*names.TGI_SWITCHES, *names.VLLM_SWITCHES, "allow_non_cached_model"}
 FLAGS = {*SWITCHES, *names.TGI_FLAGS, *names.OPTIMUM_FLAGS, *names.VLLM_FLAGS}
@@ -182,7 +184,8 @@ def test_a_flag_of_the_same_meaning_is_taken(name):
     assert (value is None) == (name in SWITCHES)
     for words in spellings(name, value):
         # A switch must not take the model for its value.
-        order = [["model", *words]] if name == "served_model_name" else [[*words, "model"]]
+        several = name in {"lora_modules", "served_model_name"}
+        order = [["model", *words]] if several else [[*words, "model"]]
         (arguments,) = map(parsed, order)
         assert arguments.models == ["model"]
         resolved, problems = settings(arguments.option)
@@ -211,19 +214,7 @@ def test_several_names_and_short_flags():
     assert options.model_name == ("a", "b")
 
 
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_a_feature_of_later_may_be_turned_off_only(name):
-    flag = name.replace("_", "-")
-    off, problems = settings(parsed([f"--no-{flag}", "model"]).option)
-    assert problems.messages("error") == ()
-    assert name in off.ignored
-    _, problems = settings(parsed([f"--{flag}", "model"]).option)
-    (error,) = problems.messages("error")
-    assert "command line" in error
-    assert "not supported in this version; remove it" in error
-
-
-NEUTRAL_ONLY = {*names.VLLM_DEFAULTS, *names.VLLM_SWITCHES} - ACCEPTED.keys() - LATER
+NEUTRAL_ONLY = {*names.VLLM_DEFAULTS, *names.VLLM_SWITCHES} - ACCEPTED.keys()
 """Flags that are accepted only where they ask for nothing."""
 NO_EFFECT = {
     *("async_scheduling", "disable_frontend_multiprocessing", "enable_flashinfer_autotune"),
@@ -296,7 +287,7 @@ def test_tool_variables_of_an_image_are_read():
     assert resolved.options.tool_call_parser == "hermes"
 
 
-REFUSED = sorted(FLAGS - ACCEPTED.keys() - OF_SERVE.keys() - LATER - NEUTRAL_ONLY - {"tokenizer"})
+REFUSED = sorted(FLAGS - ACCEPTED.keys() - OF_SERVE.keys() - NEUTRAL_ONLY - {"tokenizer"})
 
 
 def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys):
@@ -332,7 +323,8 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
         ("--top-k", "a parameter of requests"),
         ("--config", "option.NAME=VALUE"),
         ("--tool-parser-plugin", "-o tool_call_parser=NAME"),
-        ("--lora-modules", "no adapters in this version"),
+        ("--lora-adapters", "-o enable_lora=true"),
+        ("--default-mm-loras", "no images"),
         ("--mm-processor-kwargs", "no images"),
         ("--exit-on-eror", "did you mean 'exit-on-error'"),
         ("--prot", "did you mean 'port'"),
@@ -387,7 +379,7 @@ def test_a_variable_without_effect_in_lmi_is_listed():
 
 def test_the_tables_have_no_name_that_no_source_has():
     assert {*MAPPED, *LISTED, *SILENT} <= VARIABLES
-    assert {*TAKEN, *WITHOUT_EFFECT, *LATER, *OF_SERVE} <= FLAGS
+    assert {*TAKEN, *WITHOUT_EFFECT, *OF_SERVE} <= FLAGS
     known = {*FLAGS, *VARIABLES, "m", "tp", "pp", "dp"}
     others = {"HUGGINGFACE_HUB_CACHE", "enable_cuda_graphs", "ENABLE_CUDA_GRAPHS"}
     assert {*SAME, *ADVICE} - known <= {*others}
@@ -406,7 +398,7 @@ def test_a_variable_with_the_name_of_a_flag_is_that_flag(prefix):
         assert variable in resolved.origins[option]
     for name, value in WITHOUT_EFFECT.items():
         assert name in settings(environ={prefix + name.upper(): value or ""})[0].ignored
-    for name in ("API_KEY", "HF_TOKEN", "ENABLE_LORA"):
+    for name in ("API_KEY", "HF_TOKEN", "ENABLE_SLEEP_MODE"):
         _, problems = settings(environ={prefix + name: SECRET if "ABLE" not in name else "true"})
         (error,) = problems.messages("error")
         assert prefix + name in error

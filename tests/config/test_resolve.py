@@ -453,7 +453,7 @@ class TestStrictness:
 
     def test_what_djl_cannot_have_from_the_user_is_kept_quietly(self, folder):
         model_dir = folder("option.tensor_parallel_degree=max")
-        own = {"rolling_batch": "trtllm", "tensor_parallel_degree": "-1", "enable_lora": "true"}
+        own = {"rolling_batch": "trtllm", "tensor_parallel_degree": "-1", "height": "1"}
         resolved = resolve(as_djl_passes(model_dir, **own), None, {})
         assert set(own) <= set(resolved.ignored)
         assert resolved.options.rolling_batch == "auto"

@@ -29,7 +29,23 @@ class Row(NamedTuple):
     mends: dict
 
 
+_LORA = {
+    "adapters": {"a": "/a", "b": "/b"},
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "lora_target_modules": ("q_proj",),
+}
 GENERAL = [
+    *(
+        Row(name, "error", breaks={name: value}, mends={"enable_lora": True})
+        for name, value in _LORA.items()
+    ),
+    Row(
+        "adapters",
+        "error",
+        breaks={**_LORA, "enable_lora": True, "max_loras": 1},
+        mends={"max_loras": 2},
+    ),
     Row("model_id", "error", breaks={"model_id": None}, mends={"model_id": "m"}),
     Row(
         "batch_size",
@@ -536,6 +552,7 @@ LATER = {
     "is_block_kv_layout": True,
 }
 NXDI = [
+    Row("enable_lora", "error", breaks={"enable_lora": True}, mends={"enable_lora": False}),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
     Row(
         "attention_dp_degree",

@@ -245,6 +245,9 @@ _CODE = (
     ),
 )
 NXDI_RULES: tuple[Rule, ...] = (
+    when(enable_lora=True).refuse(
+        "adapters are not served with NxD Inference yet; set model_loader=cpu, or leave it out"
+    ),
     *_CODE,
     *_LATER,
     *_DEGREES,

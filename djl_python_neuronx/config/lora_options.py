@@ -1,0 +1,98 @@
+"""Options of LoRA adapters. Names and defaults: LMI's, which are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from djl_python_neuronx.config.values import (
+    Count,
+    ModelSource,
+    Option,
+    OptionGroup,
+    Words,
+    parse_object,
+)
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@+-]*$"
+"""Names of adapters: they stand in URLs, headers and names of folders."""
+
+
+def _listed(value: object) -> object:
+    """Parse ``a=place,b=place``, an object, or vLLM's objects with `name` and `path`.
+
+    Raises:
+        ValueError: a name comes twice, or something is missing.
+    """
+    pairs = value
+    if isinstance(value, str) and value.strip()[:1] not in {"[", "{"}:
+        pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
+    elif isinstance(value, str):
+        pairs = parse_object(value if value.strip()[0] == "[" else f"[{value}]")
+    found: list[Any] = []
+    for entry in pairs if isinstance(pairs, list) else [pairs]:
+        if isinstance(entry, dict) and {"name", "path"} <= entry.keys():
+            found.append((entry["name"], entry["path"]))
+        else:
+            found += entry.items() if isinstance(entry, dict) else [entry]
+    names = [pair[0] for pair in found if isinstance(pair, tuple)]
+    if len({name for name in names if isinstance(name, str)}) < len(found):
+        message = "each name must be a text, and come once"
+        raise ValueError(message)
+    return dict(found)
+
+
+Adapters = Annotated[
+    dict[
+        Annotated[str, StringConstraints(pattern=NAME, max_length=128)],
+        Annotated[ModelSource, Field(min_length=1)],
+    ],
+    Field(min_length=1),
+    BeforeValidator(_listed),
+]
+
+
+_TO = {"nxdi": "LoraServingConfig()"}
+
+
+class LoraOptions(OptionGroup):
+    """LoRA adapters."""
+
+    enable_lora: Annotated[bool, Option(to=_TO, cpu=True, draft="off")] = False
+    """Serve LoRA adapters beside the model: those of `adapters`, and those in the folder `adapters/` of the model
+    folder, each in a folder of its name (docs/lora.md)."""
+    adapters: Annotated[
+        Adapters | None,
+        Option(
+            'names with places such as "sql=/adapters/sql,law=owner/law@main"; a name has letters, digits and ._:@+-',
+            to=_TO,
+            graph=(),
+            cpu=True,
+            output="file",
+        ),
+    ] = None
+    """Adapters to serve: a name and a place for each, which is a folder (absolute, or relative to the model folder), a
+    Hugging Face id, with `@` and a revision if you like, or an S3 URI. As JSON, `{"name": "place"}`. vLLM's
+    `--lora-modules` means the same."""
+    max_loras: Annotated[Count, Option(to=_TO, cpu=True)] = 4
+    """Most adapters that are loaded at once. Their memory is taken whether they are loaded or not."""
+    max_lora_rank: Annotated[Count, Option(to=_TO, cpu=True)] = 16
+    """Largest rank of an adapter."""
+    lora_target_modules: Annotated[
+        Words | None,
+        Option(
+            aliases=("target_modules",),
+            to=_TO,
+            cpu=True,
+        ),
+    ] = None
+    """Layers that adapters may change, such as `q_proj,v_proj`. Default: those of the adapters that are found at the
+    start; without any, all of attention and the feed-forward network. An adapter with others is refused. Graphs depend
+    on it: set it if adapters come later."""
+    lora_shard_linear_layer: Annotated[
+        bool | None,
+        Option(to=_TO, tunes=True),
+    ] = None
+    """Divide both matrices of each adapter among the cores: less memory, one more exchange of data. Library default:
+    from 0.7 on it does, before it divides one."""
