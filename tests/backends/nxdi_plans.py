@@ -70,7 +70,14 @@ def save_variant(name: str, directory: Path, **settings: Any) -> Path:
     return save_tiny_model(model_type, directory, **{"vocab_size": 96, **own, **settings})
 
 
-def obtained(folder: Path, store: Path, *, here: bool = True, **settings: str) -> Compiled:
+def obtained(
+    folder: Path,
+    store: Path,
+    *,
+    here: bool = True,
+    machine: str = "trn1.32xlarge",
+    **settings: str,
+) -> Compiled:
     """The plan and the graphs of a folder's model, as a start obtains them: options, planning, compile store.
 
     `here`: compile in this process, because another one would import the library again, for many seconds.
@@ -81,8 +88,9 @@ def obtained(folder: Path, store: Path, *, here: bool = True, **settings: str) -
         "DJL_CACHE_DIR": str(store / "downloads"),
     }
     options = {**SETTINGS, **settings}
-    machine = named("trn1.32xlarge")
-    prepared = prepare_or_raise(None, folder, environ=environ, overrides=options, machine=machine)
+    prepared = prepare_or_raise(
+        None, folder, environ=environ, overrides=options, machine=named(machine)
+    )
     with pytest.MonkeyPatch.context() as patch:
         if here:
             patch.setattr(graphs, "compile_guarded", _compile_here)
