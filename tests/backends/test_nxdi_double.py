@@ -451,9 +451,37 @@ def test_a_slot_recovers_from_what_is_not_a_number(poisoned: Path, name: str) ->
             ([5, 6, 7], [*fed[:26], POISON, *fed[27:30]]),
         ):
             spoiled = tokens_of(backend, 1, prompt, rest)
-            assert len(set(spoiled[-4:])) == 1 or not rest
+            assert len({*spoiled[-4:]} - {-1}) <= 1
             assert tokens_of(backend, 1, [5, 6, 7], fed) == wanted
         assert tokens_of(backend, 0, [8, 9], fed[:5]) == beside
+
+
+@pytest.mark.parametrize("name", ["greedy", "dynamic", "ahead", "static greedy"])
+def test_a_row_of_what_is_not_a_number_ends_alone(poisoned: Path, name: str) -> None:
+    """Without logits. Its neighbours, one of which repeats a token, get what they get alone."""
+    with loaded(nxdi_plan(poisoned, **SAMPLED[name])) as backend:
+        fed = {0: [3 + i * i % 83 for i in range(20)], 2: [11] * 20}
+        alone = {slot: tokens_of(backend, slot, [5, 6, 7], ids) for slot, ids in fed.items()}
+        prompts = {0: [5, 6, 7], 1: [5, POISON, 7], 2: [5, 6, 7]}
+        found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for slot, prompt in prompts.items():
+            backend.acquire(slot, prompt, 0)
+            output = backend.run(Step(prefill=make_rows({slot: prompt}, wants=Want.TOKENS)))
+            found[slot] += output.ids[-1:].ravel().tolist()
+        for turn in range(20):
+            live = {0: [fed[0][turn]], 2: [fed[2][turn]]}
+            if found[1][-1] >= 0:
+                live[1] = [found[1][-1]]
+            elif turn == 10:
+                backend.release([1])
+            rows = make_rows(dict(sorted(live.items())), dict.fromkeys(live, 3 + turn), Want.TOKENS)
+            output = backend.run(Step(decode=rows))
+            for slot, ids in zip(sorted(live), output.ids, strict=True):
+                found[slot].append(int(ids[0]))
+        assert {slot: found[slot] for slot in alone} == alone
+        assert len(set(found[1][:-1])) == 1
+        assert len(found[1]) < 9
+        assert found[1][-1] == -1
 
 
 def test_a_static_neighbour_outlives_a_slot_that_is_cleared(

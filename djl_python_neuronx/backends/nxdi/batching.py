@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from djl_python_neuronx.backends.base import Int32Array, PartKind, Rows, Step, StepOutput
+from djl_python_neuronx.backends.base import Int32Array, PartKind, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.faults import of_step
 from djl_python_neuronx.backends.nxdi.calls import Calls
 from djl_python_neuronx.backends.nxdi.model import rolls
@@ -100,11 +101,23 @@ class ContinuousBackend(SlotBackend):
         return output
 
     def _decode(self, rows: Rows) -> StepOutput:
-        slots = rows.slots
+        slots, spoilt = rows.slots, self._spoilt_rows(rows)
         self._newest.keep(slots, rows.input_ids[:, 0], rows.starts, rows.sampling)
         newest = self._newest.first(self._model.num_rows(int(slots[-1])))
         output = self._model.decode(*newest, rows)
-        return self._answer(output, rows, rows.starts + self._model.num_written)
+        found = self._answer(output, rows, rows.starts + self._model.num_written)
+        if found.ids is not None:
+            found.ids[spoilt] = -1
+        return found
+
+    def _spoilt_rows(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return bool[B]: rows whose device samples from NaN, which no logits show. Not in a ring: trying writes."""
+        tried = rows.wants == self.spec.outputs == Want.TOKENS and not self._rolls
+        slots = self._doubts.repeating(rows.slots) if tried else []
+        spoilt = [
+            slot for slot in slots if Mender(self._model, slot, self._filled).is_row_spoiled()
+        ]
+        return np.isin(rows.slots, spoilt)
 
     def _answer(self, output: Any, rows: Rows, ends: Int32Array | int) -> StepOutput:  # noqa: ANN401
         """Return the output of `rows`; `ends`: see `Doubts.note`."""

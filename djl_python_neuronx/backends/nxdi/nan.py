@@ -20,14 +20,19 @@ from djl_python_neuronx.backends.nxdi.rows import FREE
 _PROBES = 4
 """Tokens to try before one that follows all of them is taken for the one that NaN yields: clearing a slot takes a call
 for each layer, or many."""
+_PROBES_OF_ROW = 16
+"""The same for a slot in use, whose sequence ends then. Each is tried behind the sequence's first token alone, where no
+two tokens of a trained model are followed by the same."""
+_REPEATS = 4
+"""Equal tokens behind a first one from which on a row is tried: at 4, 8, 16 and so on."""
 
 
 class Doubts:
     """For each slot the positions that may hold NaN: from `first` to `end`.
 
     Logits show it. A token does not: which one is sampled from NaN is the compiler's choice. But it is always the same
-    one, and NaN stays, so two different tokens in a row show that nothing before the newest column is NaN. NaN of the
-    very last token of a sequence is not noticed.
+    one, and NaN stays, so two different tokens in a row show that nothing before the newest column is NaN, and a row
+    that repeats one token may be of NaN (`repeating`). NaN of the very last token of a sequence is not noticed.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -35,6 +40,7 @@ class Doubts:
         self._first = np.zeros(num_slots, np.int64)
         self._end = np.zeros(num_slots, np.int64)
         self._newest = np.zeros(num_slots, np.int32)
+        self._repeats = np.zeros(num_slots, np.int32)
 
     def note(self, rows: Rows, ends: Int32Array | int, output: StepOutput) -> None:
         """Note what a step has shown. `ends`: int32[B], the ends of the columns that it has written, or one of all."""
@@ -45,8 +51,10 @@ class Doubts:
             healthy = np.asarray(np.isfinite(output.logits[:, :1, 0]).any(axis=1))
         elif output.ids is not None and output.ids.shape[1]:
             ids, clean = output.ids[:, 0], written - 1
-            healthy = (rows.starts > 0) & (ids != self._newest[slots]) & (ids >= 0)
+            same = (rows.starts > 0) & (ids == self._newest[slots])
+            healthy = (rows.starts > 0) & ~same & (ids >= 0)
             self._newest[slots] = ids
+            self._repeats[slots] = np.where(same, self._repeats[slots] + 1, 0)
         first, end = clean, clean
         if not healthy.all():
             first = np.where(healthy, clean, np.minimum(self._first[slots], rows.starts))
@@ -61,6 +69,13 @@ class Doubts:
         doubtful = slots[self._first[slots] < self._end[slots]]
         self._end[doubtful] = np.maximum(self._end[doubtful], end)
 
+    def repeating(self, slots: Int32Array) -> list[int]:
+        """Return those of these slots whose sequence repeats one token so often that it is to be tried now."""
+        repeats = self._repeats[slots]
+        due = (repeats >= _REPEATS) & (repeats & (repeats - 1) == 0)
+        chosen: list[int] = slots[due].tolist()
+        return chosen
+
     def of(self, slot: int, bucket: int) -> range:
         """Return the doubtful positions of a slot that a prompt of this bucket does not overwrite."""
         return range(max(int(self._first[slot]), bucket), int(self._end[slot]))
@@ -71,7 +86,7 @@ class Doubts:
 
 
 class Mender:
-    """Overwrites NaN in the cache of a free slot."""
+    """Finds NaN in the cache of a slot, and overwrites it in that of a free one."""
 
     def __init__(self, calls: Calls, slot: int, filled: npt.NDArray[np.int64]) -> None:
         """`filled`: the tokens that each slot holds; every other slot's calls write where its next token does."""
@@ -87,27 +102,32 @@ class Mender:
         """
         longest = self._calls.prompt_buckets[-1]
         for turn in range(int(self._calls.application.config.num_hidden_layers) + 1):
-            if not self._is_spoiled(doubtful.stop):
+            if not self.is_spoiled(FREE, doubtful.stop):
                 return
             if turn == 0:
                 blank(self._slot, longest)
             for position in range(max(doubtful.start, longest), doubtful.stop):
                 self._decode(0, position, 1)
 
-    def _is_spoiled(self, end: int) -> bool:
-        """Return whether the slot's cache holds NaN before `end`, or may do so.
+    def is_spoiled(self, position: int, end: int, probes: int = _PROBES) -> bool:
+        """Return whether the slot's cache holds NaN before `end`, or may do so; it is written at `position`.
 
         Without logits: whether tokens from all over the vocabulary are followed by one and the same.
         """
         vocab_size, found = self._calls.spec.vocab_size, set()
-        for token_id in range(0, vocab_size, -(-vocab_size // _PROBES)):
-            output = self._decode(token_id, FREE, end)
+        for token_id in range(0, vocab_size, -(-vocab_size // probes)):
+            output = self._decode(token_id, position, end)
             if output.logits is not None:
                 return not bool(output.logits[self._slot, 0, 0].isfinite())
             found.add(int(output.tokens[self._slot]))
             if len(found) > 1:
                 return False
         return True
+
+    def is_row_spoiled(self) -> bool:
+        """Return whether the sequence in the slot, whose next position is overwritten, gets its tokens from NaN."""
+        position = int(self._positions[self._slot, 0])
+        return self.is_spoiled(position, position + 1, _PROBES_OF_ROW)
 
     def _decode(self, token_id: int, position: int, length: int) -> Any:  # noqa: ANN401
         positions = self._positions.copy()
