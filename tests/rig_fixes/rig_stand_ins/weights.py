@@ -5,6 +5,7 @@ use. So a weight of another shape is left out; NaN in its place shows a graph th
 """
 
 import torch
+
 from rig_stand_ins import after
 
 
