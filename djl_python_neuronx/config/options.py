@@ -484,8 +484,8 @@ class GraphOptions(OptionGroup):
             djl=Djl(fills_in=("1",), reads="whole"),
         ),
     ] = 1
-    """Stages that the layers are divided into, each with `tensor_parallel_degree` cores. DJL Serving starts no Neuron
-    worker with more than 1."""
+    """Stages that the layers are divided into. Only 1: neither library divides layers (docs/nxdi.md), and DJL Serving
+    starts no Neuron worker with more."""
     rolling_batch_strategy: Annotated[
         Literal["continuous_batching", "naive_rolling_batch"] | None,
         Lower,

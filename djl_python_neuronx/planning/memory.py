@@ -252,8 +252,8 @@ def _parts(case: Case) -> tuple[int, int, int]:
     if case.neuron is None:
         return weight_bytes(case), cache_bytes(case), 0
     model, degree, cache = case.model, case.degree, cache_bytes(case)
-    # As `placement` counts the cores, of a library that refuses these too.
-    stages, expert_groups = case.options.pipeline_parallel_degree, case.options.ep_degree
+    # As `placement` counts the cores, of a library that refuses it too.
+    expert_groups = case.options.ep_degree
     layers, head, embedding = _tensors(model)
     if case.neuron.embeds_on_host and not case.effective.on_device_embedding:
         embedding = 0
@@ -261,14 +261,14 @@ def _parts(case: Case) -> tuple[int, int, int]:
     # Both libraries hold a second copy of a tied table for the output projection.
     apart = min(_expert_weights(model), layers) if expert_groups > 1 else 0
     layers = layers - apart + _share(apart, expert_groups)
-    weights = _share(layers * layer_width, stages) + (head + embedding) * width
+    weights = layers * layer_width + (head + embedding) * width
     added, cached_heads = _laid_out(case, case.neuron)
     kv_heads = model.num_kv_heads or 1
     added_cache = cache * (cached_heads - kv_heads) // kv_heads
     vocab = model.vocab_size or 0
-    padding = _share(added * layer_width + added_cache, stages)
+    padding = added * layer_width + added_cache
     padding += (round_up(vocab, degree) - vocab) * (model.hidden_size or 0) * width
-    return _share(weights, degree), _share(cache, degree * stages), _share(padding, degree)
+    return _share(weights, degree), _share(cache, degree), _share(padding, degree)
 
 
 def _laid_out(case: Case, neuron: NeuronBackend) -> tuple[int, int]:

@@ -116,10 +116,6 @@ _REQUESTS = (
     when(replicas=SET, engine_process=False).refuse(
         "each copy needs its own process; leave one of them out"
     ),
-    when(pipeline_parallel_degree=above(1)).warn(
-        "DJL Serving cannot start a Neuron worker with more than 1 (Connection.java raises); set 1, or use the "
-        "embedded server"
-    ),
 )
 _SPECULATION = (
     when(speculative_draft_model=SET, speculative_length=0).refuse(

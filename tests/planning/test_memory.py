@@ -173,14 +173,6 @@ class TestParts:
         cache = 4 * 2 * 12 * 64 * 1024 * 2
         assert found.padding == -(-(heads + cache + 7 * 768 * 2) // 8)
 
-    def test_pipeline_stages_share_layers_and_cache_but_not_the_tables(self):
-        whole, half = (
-            self.parts(self.LLAMA, 1, "nxdi", pipeline_parallel_degree=stages) for stages in (1, 2)
-        )
-        layers = (8_030_261_248 - 2 * self.TABLE) * 2
-        assert whole.weights - half.weights == layers // 2
-        assert whole.kv_cache == 2 * half.kv_cache
-
     def test_a_cache_split_otherwise_is_not_copied(self):
         copied = self.parts(self.LLAMA, 32, "tnx", slots=32)
         for split in ({"shard_over_sequence": True}, {"group_query_attention": "shard-over-batch"}):

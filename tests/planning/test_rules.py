@@ -146,12 +146,6 @@ GENERAL = [
         mends={"replicas": 1},
     ),
     Row(
-        "pipeline_parallel_degree",
-        "warning",
-        breaks={"pipeline_parallel_degree": 2},
-        mends={"pipeline_parallel_degree": 1},
-    ),
-    Row(
         "speculative_draft_model",
         "error",
         breaks={**DRAFT, "speculative_length": 0},
@@ -554,6 +548,12 @@ LATER = {
 NXDI = [
     Row("enable_lora", "error", breaks={"enable_lora": True}, mends={"enable_lora": False}),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
+    Row(
+        "pipeline_parallel_degree",
+        "error",
+        breaks={"pipeline_parallel_degree": 2},
+        mends={"pipeline_parallel_degree": 1},
+    ),
     Row(
         "attention_dp_degree",
         "error",

@@ -51,6 +51,11 @@ def _static_batches(options: ServingOptions) -> bool:
 
 
 _DEGREES = (
+    # Source: no module of 0.4 to 0.9 divides layers or sends what one gives to another stage. Seen on the CPU rig, too.
+    when(pipeline_parallel_degree=above(1)).refuse(
+        "NxD Inference has no stages, and each would hold and compute all layers; leave it out and raise "
+        "tensor_parallel_degree"
+    ),
     *(
         when(_uneven_degree(name), **{name: ANY}, tensor_parallel_degree=ANY).refuse(
             f"tensor_parallel_degree has to be a multiple of {name}; change one of them"
