@@ -52,13 +52,21 @@ DBRX = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
 }
+QWEN3_MOE = {
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{name: VARIANTS[name] for name in ("llama", "mistral", "mixtral", "qwen3")},
     "dbrx": ("dbrx", DBRX),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     # transformers 4.51 masks what is beyond a window that use_sliding_window=false turns off.
     "qwen2": ("qwen2", {"use_sliding_window": False, "sliding_window": None}),
 }
-FIRST = {"qwen3": (0, 5), "mistral": (0, 9)}
+FIRST = {"qwen3": (0, 5), "qwen3_moe": (0, 6), "mistral": (0, 9)}
 """The first version with a model; others are in all. Of 0.9 the second release has mistral: its folder shows it."""
 WAYS: Mapping[str, Mapping[str, str]] = {
     "continuous": {},

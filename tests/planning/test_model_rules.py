@@ -1344,6 +1344,29 @@ LAYOUT = [
         mends={"facts": EXPERTS, "max_rolling_batch_size": 16},
     ),
     Row(
+        "moe_ep_degree",
+        "error",
+        says="set context_length_estimate to 64 at least",
+        breaks={
+            **NXDI,
+            "facts": EXPERTS,
+            "max_rolling_batch_size": 16,
+            "moe_ep_degree": 8,
+            "context_length_estimate": (32, 512),
+        },
+        mends={"context_length_estimate": (64, 512)},
+    ),
+    *(
+        Row(
+            name,
+            "note",
+            says="cannot use it; left out",
+            breaks={**NXDI, "facts": model_of("mixtral"), name: 2},
+            mends={"facts": EXPERTS},
+        )
+        for name in ("cp_degree", "attention_dp_degree")
+    ),
+    Row(
         "ep_degree",
         "error",
         says="cannot use it; remove",

@@ -2,7 +2,7 @@
 
 Source: neuronx-distributed-inference 0.9, `models/*/modeling_*.py`, models/config.py and modules/; the modelling code
 of transformers 4.57 and 5.23. Fields that are not here change none. tests/backends/test_fields.py compares those of the
-other architectures that the rig runs; those of dbrx, gpt_oss and qwen3_moe were read only.
+other architectures that the rig runs; those of dbrx, gpt_oss and qwen3_moe were read.
 """
 
 from __future__ import annotations

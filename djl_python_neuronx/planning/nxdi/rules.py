@@ -311,7 +311,7 @@ def findings(case: Case) -> Iterator[Finding]:
         problem = f"the {degree // groups} cores of a decode are fewer than the {kv_heads} KV heads; leave it out"
         yield Finding((name, _DEGREE), problem)
     yield from _prompt_kernels(case, max(prompts, default=0), min(prompts, default=0))
-    yield from _experts(case)
+    yield from _experts(case, min(prompts, default=0))
     yield from _window(case)
     yield from _flash_decoding(case)
     yield from _no_kernels(case)
@@ -391,11 +391,12 @@ def _prompt_kernels(case: Case, longest: int, shortest: int) -> Iterator[Finding
         yield Finding((strided, "cp_degree", _PROMPTS), problem)
 
 
-def _experts(case: Case) -> Iterator[Finding]:
+def _experts(case: Case, shortest: int) -> Iterator[Finding]:
     """Source: modules/moe_v2.py, and neuronx-distributed 0.18, modules/moe/expert_mlps_v2.py."""
     options, experts = case.effective, case.model.num_experts
     rows = min((*(options.token_generation_batches or ()), case.slots))
-    chosen = rows * (first_size(case.model.config, "num_experts_per_tok") or 1)
+    each = first_size(case.model.config, "num_experts_per_tok") or 1
+    chosen, block = rows * each, (options.blockwise_matmul_config or {}).get("block_size", 512)
     given = {name: getattr(options, name) for name in ("moe_tp_degree", "moe_ep_degree")}
     known = [f"moe_{part}_{kind}_degree" for part in ("cte", "tkg") for kind in ("tp", "ep")]
     for name, value in (options.hybrid_sharding_config or {}).items():
@@ -423,3 +424,9 @@ def _experts(case: Case) -> Iterator[Finding]:
                 f"{chosen}: set a divisor and more slots, or leave it out"
             )
             yield Finding((name, "max_rolling_batch_size"), problem)
+        elif groups > 1 and part != "moe_tkg" and shortest * each < block:
+            problem = (
+                f"a prefill graph of {shortest} tokens would stop: with groups its tokens choose {block} experts at "
+                f"least, {each} each; set {_PROMPTS} to {-(-block // each)} at least, or leave it out"
+            )
+            yield Finding((name, _PROMPTS), problem)
