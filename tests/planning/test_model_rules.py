@@ -397,6 +397,29 @@ RELEASES = [
         breaks={**NXDI, "attn_kernel_enabled": True, "library_version": "0.9.1"},
         mends={"library_version": "0.8.1"},
     ),
+    *(
+        Row(
+            name,
+            "warning",
+            says="no kernels on inf2",
+            breaks={**NXDI, "facts": EXPERTS, name: True},
+            mends={"device": TRN2},
+        )
+        for name in ("use_index_calc_kernel", "expert_mlp_nki_kernel_enabled")
+    ),
+    *(
+        Row(
+            "override_neuron_config",
+            "warning",
+            says="no kernels on inf2",
+            breaks={**NXDI, "override_neuron_config": {**given}, "on_device_generation": PER_ROW},
+            mends={"device": TRN2},
+        )
+        for given in (
+            {"attn_block_cte_nki_kernel_enabled": True},
+            {"on_device_sampling_config": {"top_k_kernel_enabled": True}},
+        )
+    ),
 ]
 ON_CPU = [
     *(

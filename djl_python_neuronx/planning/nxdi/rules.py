@@ -6,9 +6,10 @@ stated, another file. Limits of architectures are in capabilities.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
+from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
 from djl_python_neuronx.config.legacy import NOT_SERVED
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import join_words, shortened
@@ -314,9 +315,10 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _experts(case, min(prompts, default=0))
     yield from _window(case)
     yield from _flash_decoding(case)
-    yield from _no_kernels(case)
+    keywords = write_arguments(case).neuron_config
+    yield from _no_kernels(case, keywords)
     yield from contrib_rules.findings(case)
-    yield from versions.findings(case, write_arguments(case).neuron_config)
+    yield from versions.findings(case, keywords)
 
 
 def _window(case: Case) -> Iterator[Finding]:
@@ -351,21 +353,22 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
         yield Finding((_FLASH, _DEGREE), problem)
 
 
-def _no_kernels(case: Case) -> Iterator[Finding]:
+def _no_kernels(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
     """Warn of kernels that the installed version lacks, or newer ones. Source: release notes of Neuron SDK 2.29."""
     family = case.device.family
-    names = tuple(
-        name
-        for name in ServingOptions.model_fields
-        if name.endswith("_kernel_enabled") or name in {"fused_rmsnorm_qkv", "fused_rmsnorm_mlp"}
-        if getattr(case.options, name)
-    )
+    objects = [value for value in keywords.values() if isinstance(value, Mapping)]
+    names = {
+        OPTIONS.get(name, OVERRIDE): None
+        for given in (keywords, *objects)
+        for name, value in given.items()
+        if value is True and (name.endswith("_kernel_enabled") or name == "use_index_calc_kernel")
+    }
     if names and not versions.has_kernels(family or "", case.library_version):
         problem = (
             f"NxD Inference has no kernels on {family} since Neuron SDK 2.29; leave it out, or stay with SDK 2.28 "
             "(https://github.com/aws-neuron/aws-neuron-sdk/issues/1322)"
         )
-        yield Finding(names, problem, "warning")
+        yield Finding(tuple(names), problem, "warning")
 
 
 def _prompt_kernels(case: Case, longest: int, shortest: int) -> Iterator[Finding]:
