@@ -44,6 +44,7 @@ NEURON_CONFIG = "neuron_config.json"
 _MODEL = "model.pt"
 _VLLM = "neuron-compiled-artifacts"
 _GRAPH_FOLDERS = frozenset({_VLLM, "compiled"})
+_SAVED_MODEL = re.compile(rf"({_VLLM}/)?([0-9a-f]{{32}}/)?{re.escape(_MODEL)}")
 _MAX_RANKS = 4096
 
 _TP = "tensor_parallel_degree"
@@ -98,6 +99,39 @@ def graphs_in(path: Path) -> str | None:
 def saved_by_nxdi(names: Collection[str]) -> bool:
     """True if a folder with these names holds what NxD Inference's `compile` writes."""
     return {NEURON_CONFIG, _MODEL} <= set(names)
+
+
+def saved_place(place: str, names: Collection[str]) -> str:
+    """Return the place of the graphs that NxD Inference has saved in a folder or URI; `place` itself if it has none.
+
+    `names`: the files in it, by their paths. A model's folder has vLLM's in a folder of its name and a digest.
+
+    Raises:
+        ArtifactError: there are several.
+    """
+    found = [
+        name.removesuffix(_MODEL).rstrip("/")
+        for name in names
+        if _SAVED_MODEL.fullmatch(name) and name.removesuffix(_MODEL) + NEURON_CONFIG in names
+    ]
+    if len(found) > 1 and "" not in found:
+        msg = (
+            f"{place} holds {len(found)} compiled models: {some(sorted(found))}. Name the folder of one in "
+            "option.compiled_graph_path"
+        )
+        raise ArtifactError(msg)
+    return f"{place.rstrip('/')}/{found[0]}" if found and "" not in found else place
+
+
+def saved_names(path: Path) -> set[str]:
+    """Return the files that `saved_place` looks for in a local folder."""
+    with reading(path):
+        return {
+            found.relative_to(path).as_posix()
+            for name in (NEURON_CONFIG, _MODEL)
+            for above in ("", "*/", "*/*/")
+            for found in path.glob(above + name)
+        }
 
 
 def with_graphs(artifact: Artifact, path: Path) -> Artifact:

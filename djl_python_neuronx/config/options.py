@@ -592,8 +592,9 @@ class ArtifactOptions(OptionGroup):
         ),
     ] = None
     """Cache of compiled graphs: a folder that exists, or an S3 URI that is read before a compile and written after it.
-    A folder of saved graphs (`*.neff`, or NxD Inference's `model.pt`) is used as it is. Default:
-    `NEURON_COMPILE_CACHE_URL`, else the compiler's own cache."""
+    A folder of saved graphs (`*.neff`, or NxD Inference's `model.pt`) is used as it is, also where it is the only one
+    in vLLM's `neuron-compiled-artifacts` of this folder. Default: `NEURON_COMPILE_CACHE_URL`, else the compiler's own
+    cache."""
     draft_model_compiled_path: Annotated[
         Location | None, Option(to={"tnx": "load()"}, tunes=True, graph=(), output="local")
     ] = None

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.artifacts.compiled_formats import graphs_in, saved_by_nxdi, with_graphs
+from djl_python_neuronx.artifacts.compiled_formats import (
+    graphs_in,
+    saved_by_nxdi,
+    saved_names,
+    saved_place,
+    with_graphs,
+)
 from djl_python_neuronx.artifacts.folder import (
     CONFIGURATION,
     EVERYTHING,
@@ -212,9 +218,13 @@ def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -
         if situation.is_dry:
             return model
         origin = f"option.compiled_graph_path, {settings.origins.get('compiled_graph_path')}"
-        if not saved_by_nxdi(fetch.list_names(place, situation.environ, origin=origin)):
+        listed = fetch.list_names(place, situation.environ, origin=origin)
+        inner = saved_place(place, listed)
+        if inner == place and not saved_by_nxdi(listed):
             return model
-        folder = situation.fetch(place, origin, selection=EVERYTHING)
+        folder = situation.fetch(inner, origin, selection=EVERYTHING)
+    else:
+        folder = Path(saved_place(place, saved_names(folder)))
     is_foreign = sources.try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
     if not is_foreign or graphs_in(folder) != "nxdi":
         return model

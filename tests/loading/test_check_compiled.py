@@ -314,6 +314,24 @@ def test_nxdis_graphs_are_named_apart_from_the_checkpoint(tmp_path, at_hand, way
     assert "n_positions: compiled 64, wanted 32 (command line)" in error
 
 
+@pytest.mark.parametrize("named", ["served", "served/neuron-compiled-artifacts"])
+def test_graphs_of_vllm_are_found_in_the_folders_above_them(tmp_path, at_hand, named):
+    at_hand(LAPTOP)
+    model = folders.huggingface(tmp_path / "model")
+    (model / "tokenizer.json").touch()
+    served, graphs = nxdi_model(tmp_path / "served")
+    report = run(model, machine=INSTANCE, compiled_graph_path=str(tmp_path / named))
+    assert report.findings.messages("error") == ()
+    assert report.prepared.own_graphs == graphs
+    folders.vllm(served, "1" * 32)
+    (error,) = run(
+        model, machine=INSTANCE, compiled_graph_path=str(tmp_path / named)
+    ).findings.messages("error")
+    for digest in ("0" * 32, "1" * 32):
+        assert digest in error
+    assert "option.compiled_graph_path" in error
+
+
 def test_a_length_alone_takes_the_compiled_lengths(tmp_path, at_hand):
     at_hand(LAPTOP)
     model = folders.huggingface(tmp_path / "model")

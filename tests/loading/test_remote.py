@@ -11,9 +11,16 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("boto3", reason="boto3 is not installed")
 pytest.importorskip("moto.server", reason="moto[server] is not installed")
 
-from djl_python_neuronx.errors import ArtifactNotFoundError
+from djl_python_neuronx import backends
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
+from djl_python_neuronx.loading import judge as judge_module
+from djl_python_neuronx.loading import prepare as prepare_module
 from djl_python_neuronx.loading.partition import compile_model
 from djl_python_neuronx.loading.prepare import prepare_or_raise
+from djl_python_neuronx.planning import plan
+from djl_python_neuronx.planning.backend_choice import Library
+from djl_python_neuronx.planning.machines import named as machine_named
+from tests.artifacts import folders
 from tests.doubles.hub import Hub
 from tests.doubles.neuron_machine import GRAPHS, TINY, load
 from tests.doubles.s3_rig import KEYS
@@ -88,6 +95,46 @@ def test_saved_graphs_in_s3_are_fetched(aws, bucket, options, tmp_path):
     named = {**options, "compiled_graph_path": "s3://models/graphs"}
     assert load(aws, named) == (0, 0)
     assert aws.compiled() == GRAPHS
+
+
+@pytest.mark.parametrize("place", ["", "neuron-compiled-artifacts/", "vllm/", "digest/"])
+def test_graphs_of_nxd_inference_in_s3_are_fetched(aws, bucket, tmp_path, monkeypatch, place):
+    """Saved by the library itself, or by vLLM below a digest; of several digests the error lists them."""
+    name = "neuronx-distributed-inference"
+    library = {**prepare_module.libraries(), name: Library(name, "0.9.0", "installed")}
+    for module in (prepare_module, judge_module, plan):
+        monkeypatch.setattr(module, "libraries", lambda: library)
+    monkeypatch.setattr(backends.get("nxdi"), "compiler_version", lambda: "2.24.1")
+    model = folders.huggingface(tmp_path / "model")
+    (model / "tokenizer.json").touch()
+    digest = f"{'0' * 32}/"
+    place = {"vllm/": f"neuron-compiled-artifacts/{digest}", "digest/": digest}.get(place, place)
+    graphs = folders.nxdi(tmp_path / "graphs", save_sharded_checkpoint=False)
+
+    def upload(place):
+        for name in ("neuron_config.json", "model.pt"):
+            body = (graphs / name).read_bytes()
+            bucket.put_object(Bucket="models", Key=f"graphs/{place}{name}", Body=body)
+
+    upload(place)
+    named = {"model_loader": "nxdi", "compiled_graph_path": "s3://models/graphs"}
+
+    def prepared():
+        return prepare_or_raise(
+            None,
+            model,
+            environ=aws.environ,
+            overrides=named,
+            machine=machine_named("inf2.48xlarge"),
+        )
+
+    found = prepared()
+    assert (found.own_graphs / "model.pt").read_bytes() == (graphs / "model.pt").read_bytes()
+    assert found.options.max_rolling_batch_size == 4
+    if digest in place:
+        upload(place.replace("0", "1"))
+        with pytest.raises(ArtifactError, match=f"2 compiled models: .*{'0' * 32}.*{'1' * 32}"):
+            prepared()
 
 
 def test_a_draft_model_is_fetched_too(aws, bucket, options):
