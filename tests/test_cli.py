@@ -365,7 +365,7 @@ def test_docs_of_an_option_are_printed_by_any_of_its_names(capsys):
         "--max-num-seqs": "max_rolling_batch_size",
         "--num-shard": "tensor_parallel_degree",
         "block_size": "block_size\nIgnored options: for vLLM's own scheduler",
-        "enable_lora": "enable_lora\nUnsupported options: false",
+        "use_stable_diffusion": "use_stable_diffusion\nUnsupported options: false",
         "--load-format": "load_format\nA flag of vLLM without an option here; accepted: auto",
     }.items():
         assert main(["options", given]) == 0

@@ -44,6 +44,7 @@ _FURTHER: Mapping[str, tuple[str, ...]] = {
     "enable_chunked_prefill": ("chunked_prefill_config.",),
     "padding_side": ("use_2d_cache_ids", "lhs_aligned"),
     "quantize": ("quantized",),
+    "enable_lora": ("lora_config", "lora_config.dynamic_multi_lora"),
     "logical_nc_config": ("logical_neuron_cores",),
     "save_sharded_checkpoint": ("skip_sharding",),
     "attn_block_tkg_nki_kernel_enabled": (

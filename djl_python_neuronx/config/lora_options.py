@@ -94,5 +94,5 @@ class LoraOptions(OptionGroup):
         bool | None,
         Option(to=_TO, tunes=True),
     ] = None
-    """Divide both matrices of each adapter among the cores: less memory, one more exchange of data. Library default:
-    from 0.7 on it does, before it divides one."""
+    """Divide both matrices of each adapter among the cores: less memory, and one more exchange of data in a prefill.
+    Default: where `tensor_parallel_degree` divides the hidden size."""

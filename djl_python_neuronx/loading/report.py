@@ -28,10 +28,11 @@ PARTS = (
     ("weights", "weights", "█", "blue"),
     ("padding", "padding", "▓", "red"),
     ("kv_cache", "KV cache", "▒", "green"),
+    ("adapters", "adapters", "▚", "magenta"),
     ("headroom", "headroom", "░", "yellow"),
 )
 """The parts of a core's memory, in the order of the bar."""
-IN_ASCII = str.maketrans("█▓▒░·", "#%=-.")
+IN_ASCII = str.maketrans("█▓▒▚░·", "#%=+-.")
 """The marks of a stream that has no others."""
 _FILE_WIDTH = 160
 """Columns of a table in a file or a pipe, which have no width."""
@@ -291,7 +292,9 @@ def _memory_lines(memory: CoreMemory, whose: str) -> Iterator[str]:
     yield f"memory    {whose}: {gib(memory.needed)} GiB{capacity}"
     yield f"          {bar(memory)}"
     parts = [
-        f"{mark} {words} {gib(getattr(memory, attribute))}" for attribute, words, mark, _ in PARTS
+        f"{mark} {words} {gib(getattr(memory, attribute))}"
+        for attribute, words, mark, _ in PARTS
+        if attribute != "adapters" or memory.adapters
     ]
     yield f"          {'  '.join(parts)} GiB"
     if not memory.possible:

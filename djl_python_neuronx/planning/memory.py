@@ -51,20 +51,22 @@ class CoreMemory:
     """Memory of a core; 0: not known."""
     possible: bool = True
     """False: the degree needs more cores than there are."""
+    adapters: int = 0
+    """Places for LoRA adapters, taken or not."""
 
     @property
     def needed(self) -> int:
         """All parts together, headroom included."""
-        return self.weights + self.kv_cache + self.padding + self.headroom
+        return self.weights + self.kv_cache + self.padding + self.adapters + self.headroom
 
     @property
     def read(self) -> int:
-        """Bytes that a decode step of full slots reads: all weights and the whole cache, with padding.
+        """Bytes that a decode step of full slots reads: all weights and the whole cache, with padding, no adapters.
 
         Divided by `DeviceInfo.core_bytes_per_s` it is a lower bound of the step's time: AWS measured two to seven times
         as much, because each layer takes another 0.15 to 0.35 ms (Llama and Mistral, 7B to 70B, SDK 2.18).
         """
-        return self.needed - self.headroom
+        return self.weights + self.kv_cache + self.padding
 
     @property
     def fits(self) -> bool:
@@ -99,7 +101,8 @@ def core_memory(case: Case) -> CoreMemory | None:
     cores = 0 if case.on_cpu else device.cores_for(case.degree)
     capacity = case.host_memory if case.on_cpu else device.core_memory_bytes
     possible = cores == 0 or most <= cores
-    return CoreMemory(weights, kv_cache, padding, HEADROOM_BYTES, capacity, possible)
+    adapters = _adapters(case)
+    return CoreMemory(weights, kv_cache, padding, HEADROOM_BYTES, capacity, possible, adapters)
 
 
 def _draft_alone(case: Case, draft: ModelFacts) -> Case:
@@ -269,6 +272,32 @@ def _parts(case: Case) -> tuple[int, int, int]:
     padding = added * layer_width + added_cache
     padding += (round_up(vocab, degree) - vocab) * (model.hidden_size or 0) * width
     return _share(weights, degree), _share(cache, degree), _share(padding, degree)
+
+
+def _adapters(case: Case) -> int:
+    """Return the bytes of all places for adapters on each core.
+
+    Each place has two matrices for each layer that adapters change, with the largest rank. One is divided among the
+    cores, as the layer, and by choice the other, whose side is the hidden size. A copy for each slot has the other
+    whole. Source: neuronx-distributed-inference 0.9, modules/lora_serving/lora_layer.py, `weight` and `weight_active`.
+    """
+    options, model, degree = case.effective, case.model, case.degree
+    if not options.enable_lora or case.neuron is None:
+        return 0
+    padded = case.neuron.padded_heads(model, degree, None, case.slots)
+    size, hidden, inner = (
+        value or 0 for value in (model.head_dim, model.hidden_size, model.intermediate_size)
+    )
+    sides = {
+        **dict.fromkeys(("q_proj", "o_proj"), padded.query * size),
+        **dict.fromkeys(("k_proj", "v_proj"), padded.kv * size),
+    }
+    config = case.neuron.write_arguments(case).neuron_config["lora_config"]
+    places, slots = config["max_loras"], config["batch_size"]
+    stored = _share(hidden, degree if config["lora_shard_linear_layer"] else 1)
+    parts = [_share(sides.get(layer, inner), degree) for layer in config["target_modules"]]
+    numbers = sum(places * (stored + part) + slots * (hidden + part) for part in parts)
+    return (model.num_layers or 0) * options.max_lora_rank * int(numbers) * _widths(case)[0]
 
 
 def _laid_out(case: Case, neuron: NeuronBackend) -> tuple[int, int]:

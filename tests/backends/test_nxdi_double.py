@@ -291,7 +291,7 @@ def test_physical_cores_per_core_are_those_of_the_option(
 def test_a_failed_compile_ends_with_the_compiler_s_lines_and_leaves_no_folder(
     folder: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(self: Any, compiled_model_path: str) -> None:
+    def fail(self: Any, compiled_model_path: str, **_: object) -> None:
         work = Path(os.environ["BASE_COMPILE_WORK_DIR"]) / "token_generation_model/_tp0_bk1"
         work.mkdir(parents=True)
         (work / "log-neuron-cc.txt").write_text("ERROR [NCC_EBVF030] too many instructions")
@@ -314,7 +314,7 @@ def test_as_many_compilers_as_the_plan_says(
     """The library's pool names no number; one that does keeps it."""
     seen: list[int] = []
 
-    def look(self: Any, compiled_model_path: str) -> None:
+    def look(self: Any, compiled_model_path: str, **_: object) -> None:
         seen.append(futures.ThreadPoolExecutor()._max_workers)
         seen.append(futures.ThreadPoolExecutor(max_workers=9)._max_workers)
 

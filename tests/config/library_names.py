@@ -299,9 +299,21 @@ NXDI_ON_DEVICE_SAMPLING = frozenset(
     ]
 )
 NXDI_KV_QUANTIZATION = frozenset(["quant_dtype", "direct_cast", "k_quant_method", "v_quant_method"])
+NXDI_LORA = frozenset(
+    [
+        "batch_size",
+        "dynamic_multi_lora",
+        "lora_shard_linear_layer",
+        "max_lora_rank",
+        "max_loras",
+        "target_modules",
+    ]
+)
+"""Those that are written."""
 NXDI_NESTED = {
     "on_device_sampling_config": NXDI_ON_DEVICE_SAMPLING,
     "kv_quant_config": NXDI_KV_QUANTIZATION,
+    "lora_config": NXDI_LORA,
 }
 NXDI_METHODS = frozenset({"LoraServingConfig", "NeuronConfig", "NeuronBaseForCausalLM", "compile"})
 NXDI_OTHER = frozenset({"fused_spec_config.draft_model_path"})

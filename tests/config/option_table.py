@@ -532,7 +532,26 @@ PRECISION = {
 _SQL = {"sql": "/adapters/sql"}
 _TWO = {**_SQL, "law-1.b": "owner/law@main"}
 LORA = {
-    "enable_lora": flag(REFUSED, BACKEND),
+    "enable_lora": Row(
+        FLAG,
+        FLAG_BAD,
+        REFUSED,
+        {
+            "neuron_config": {
+                "lora_config": {
+                    "max_loras": 5,
+                    "max_lora_rank": 16,
+                    "batch_size": 4,
+                    "target_modules": [
+                        *("q_proj", "k_proj", "v_proj", "o_proj"),
+                        *("gate_proj", "up_proj", "down_proj"),
+                    ],
+                    "lora_shard_linear_layer": True,
+                    "dynamic_multi_lora": True,
+                }
+            }
+        },
+    ),
     "adapters": Row(
         (
             ("sql=/adapters/sql", _SQL),

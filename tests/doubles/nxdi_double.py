@@ -62,6 +62,7 @@ class NeuronConfig:
             self.on_device_sampling_config = OnDeviceSamplingConfig(
                 **self.on_device_sampling_config
             )
+        self.lora_config = kwargs.pop("lora_config", None)
         self.async_mode = kwargs.pop("async_mode", False)
         self.enable_bucketing = kwargs.pop("enable_bucketing", False)
         self.context_encoding_buckets = kwargs.pop("context_encoding_buckets", None)

@@ -27,6 +27,7 @@ from djl_python_neuronx.loading import text_trial
 from djl_python_neuronx.loading.check import Placement, check, check_all
 from djl_python_neuronx.loading.report import (
     IN_ASCII,
+    PARTS,
     all_as_json,
     as_json,
     as_property,
@@ -579,7 +580,7 @@ def test_the_keys_of_the_json_are_those_of_the_page(environ):
     memory = told["plan"]["memory_per_core"]
     for key in [*memory, *told["plan"]["graphs"][0], *told["plan"]["arguments"], *told["model"]]:
         assert f"`{key}`" in page, key
-    parts = [memory[f"{part}_bytes"] for part in ("weights", "padding", "kv_cache", "headroom")]
+    parts = [memory[f"{part}_bytes"] for part, *_ in PARTS]
     assert memory["needed_bytes"] == sum(parts)
     assert memory["capacity_bytes"] == 16 * 2**30
 

@@ -272,7 +272,63 @@ LENGTHS = [
         mends={"compilation_worker_count": 192},
     ),
 ]
+ADAPTERS = {**NXDI, "enable_lora": True, "tensor_parallel_degree": 2}
+OF_QWEN2 = {**ADAPTERS, "facts": model_of("qwen2")}
 RELEASES = [
+    Row(
+        "enable_lora",
+        "error",
+        says="0.7 (SDK 2.27) is the first for the keyword lora_config.dynamic_multi_lora; leave it out, or install",
+        breaks={**ADAPTERS, "library_version": "0.6.10598"},
+        mends={"library_version": "0.7.14366"},
+    ),
+    Row(
+        "enable_lora",
+        "error",
+        says="0.8 (SDK 2.28) is the first for the keyword lora_config;",
+        breaks={**OF_QWEN2, "library_version": "0.7.14366"},
+        mends={"library_version": "0.8.16251"},
+    ),
+    Row(
+        "enable_lora",
+        "error",
+        says="loses the biases",
+        breaks={
+            **ADAPTERS,
+            "facts": replace(LLAMA, config={"attention_bias": True}),
+            "library_version": "0.7.14366",
+        },
+        mends={"library_version": "0.8.16251"},
+    ),
+    Row(
+        "lora_target_modules",
+        "error",
+        says="changes no up_proj of a mistral; set lora_target_modules to some of q_proj, k_proj, v_proj and o_proj",
+        breaks={
+            **ADAPTERS,
+            "facts": model_of("mistral"),
+            "lora_target_modules": ("up_proj", "q_proj"),
+        },
+        mends={"lora_target_modules": ("q_proj",)},
+    ),
+    Row(
+        "tensor_parallel_degree",
+        "error",
+        says="divide the 11009 columns of the MLP",
+        breaks={**ADAPTERS, "facts": replace(LLAMA, intermediate_size=11009)},
+        mends={"lora_target_modules": ("v_proj",)},
+    ),
+    Row(
+        "lora_shard_linear_layer",
+        "error",
+        says="divide 4097 columns",
+        breaks={
+            **ADAPTERS,
+            "facts": replace(LLAMA, hidden_size=4097),
+            "lora_shard_linear_layer": True,
+        },
+        mends={"lora_shard_linear_layer": None},
+    ),
     Row(
         "token_generation_batches",
         "error",

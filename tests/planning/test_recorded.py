@@ -80,7 +80,7 @@ def test_a_recorded_configuration_is_reached_by_its_options(keywords):
         ({"token_generation_batches": [2]}, "token_generation_batches", ([2], None)),
         ({"is_continuous_batching": False}, "rolling_batch_strategy", None),
         ({"kv_cache_batch_size": 8}, "max_rolling_batch_size", (8, None)),
-        ({"lora_config": {"max_loras": 1}}, "lora_config", ({"max_loras": 1}, None)),
+        ({"lora_config": {"max_loras": 1}}, "enable_lora", ({"max_loras": 1}, None)),
         (
             {"lm_head_pad": False, "blockwise_matmul_config": NXD_0_13},
             "blockwise_matmul_config",

@@ -546,7 +546,28 @@ LATER = {
     "is_block_kv_layout": True,
 }
 NXDI = [
-    Row("enable_lora", "error", breaks={"enable_lora": True}, mends={"enable_lora": False}),
+    *(
+        Row(
+            name,
+            "error",
+            breaks={**CORES, **breaks, "enable_lora": True},
+            mends={"enable_lora": False},
+        )
+        for breaks in (
+            {"fuse_qkv": True},
+            {"fused_rmsnorm_mlp": True},
+            {"out_proj_kernel_enabled": True},
+            {"sequence_parallel": True},
+            {"token_generation_batches": (1, 2)},
+            {"cp_degree": 2},
+            {"attention_dp_degree": 2},
+            {"pipeline_parallel_degree": 2},
+            {"shard_over_sequence": True},
+            {"windowed_context_encoding_size": 64},
+            {"nxdi_model_code": "code", "trust_remote_code": True},
+        )
+        for name in [next(iter(breaks))]
+    ),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
     Row(
         "pipeline_parallel_degree",

@@ -18,7 +18,7 @@ from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads, translated
 from djl_python_neuronx.backends.nxdi.contrib import VARIABLE
-from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct
+from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct, unmanaged
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError
 
@@ -55,10 +55,10 @@ def compile(plan: LoadPlan, target: Path) -> None:
             application = construct(plan, save_sharded_checkpoint=plan.presharded)
             if plan.presharded and (target / GRAPHS).is_file():
                 application.config.save(str(target))
-                application.shard_weights(str(target))
+                application.shard_weights(str(target), pre_shard_weights_hook=unmanaged)
             else:
                 with _limited_threads(plan.compile_workers):
-                    application.compile(str(target))
+                    application.compile(str(target), pre_shard_weights_hook=unmanaged)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -84,6 +84,7 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
         with _environment(plan):
             application = construct(plan, compiled, save_sharded_checkpoint=presharded)
             limit_threads()
+            unmanaged(application)
             # The engine's own warm-up runs every graph, and its errors count.
             application.load(str(compiled), skip_warmup=True)
         # Not at the top: it imports torch, and check must not.
@@ -91,6 +92,8 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
 
         continuous = application.neuron_config.is_continuous_batching or plan.num_slots == 1
         backend = (ContinuousBackend if continuous else StaticBackend)(application, plan)
+        for place, folder in enumerate(plan.lora.adapters if plan.lora else (), 1):
+            backend.set_adapter(place, folder)
     logger.info(
         "loaded backend=nxdi model=%s joins=%s presharded=%s tp_degree=%d seconds=%.1f",
         type(application).__name__,

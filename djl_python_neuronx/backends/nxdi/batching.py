@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from djl_python_neuronx.backends.base import Int32Array, PartKind, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.faults import of_step
+from djl_python_neuronx.backends.nxdi.adapters import Places, read_matrices
 from djl_python_neuronx.backends.nxdi.calls import Calls
 from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.backends.nxdi.nan import Doubts, Mender
@@ -50,6 +52,7 @@ class ContinuousBackend(SlotBackend):
         self._newest = SlotRows(spec)
         self._doubts = Doubts(spec.num_slots)
         self._rolls = plan.code is None and rolls(application.config)
+        self._places = Places(application) if spec.num_adapters else None
 
     def _run(self, step: Step) -> StepOutput:
         [(kind, rows)] = step.parts
@@ -74,6 +77,10 @@ class ContinuousBackend(SlotBackend):
         super().release(slots)
         self._newest.forget(slots)
 
+    def _set_adapter(self, place: int, folder: Path | None) -> None:
+        assert self._places is not None  # noqa: S101  (there are places)
+        self._places.write(place, {} if folder is None else read_matrices(folder))
+
     def _check(self, kind: PartKind, rows: Rows) -> None:
         """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""
         super()._check(kind, rows)
@@ -89,7 +96,9 @@ class ContinuousBackend(SlotBackend):
             return self._continue(rows)
         slots, ids, lens = rows.slots, rows.input_ids, rows.lens
         self._newest.keep(slots, ids[:, lens[0] - 1], lens - 1, rows.sampling)
-        output = self._model.prefill(slots, ids, lens, self._newest.sampling[slots])
+        output = self._model.prefill(
+            slots, ids, lens, self._newest.sampling[slots], rows.adapters.copy()
+        )
         return self._answer(output, rows, self._model.prompt_bucket(int(lens[0])))
 
     def _continue(self, rows: Rows) -> StepOutput:
@@ -142,6 +151,7 @@ class StaticBackend(ContinuousBackend):
         super().__init__(application, plan, max_prefill_batch=plan.num_slots, joins="reprefill")
         self._slots = np.arange(plan.num_slots, dtype=np.int32)
         self._history = np.zeros((plan.num_slots, plan.max_model_len), np.int32)
+        self._adapters = np.zeros(plan.num_slots, np.int32)
         self._stale = False
         """A prefill has failed: the cache of every slot is undefined."""
 
@@ -150,8 +160,11 @@ class StaticBackend(ContinuousBackend):
         slots, lens = rows.slots, record(self._history, self._filled, rows)
         newest = lens[slots] - 1
         self._newest.keep(slots, self._history[slots, newest], newest, rows.sampling)
+        self._adapters[slots] = rows.adapters
         self._stale = True  # until the call has succeeded
-        output = self._model.prefill(self._slots, self._history, lens, self._newest.sampling.copy())
+        output = self._model.prefill(
+            self._slots, self._history, lens, self._newest.sampling.copy(), self._adapters.copy()
+        )
         self._stale = False
         self._num_reprefilled = int(lens.sum() - rows.lens.sum())
         bucket = self._model.prompt_bucket(int(lens.max()))

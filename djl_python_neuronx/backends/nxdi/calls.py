@@ -44,7 +44,12 @@ class Calls:
         return choose_bucket(slot + 1, self._batches)
 
     def prefill(
-        self, slots: Int32Array, ids: Int32Array, lens: Int32Array, sampling: Float32Array
+        self,
+        slots: Int32Array,
+        ids: Int32Array,
+        lens: Int32Array,
+        sampling: Float32Array,
+        adapters: Int32Array,
     ) -> Any:  # noqa: ANN401
         """Return the output for prompts of `lens` tokens, one row for each slot; `ids`: int32[B, >= lens]."""
         bucket = self.prompt_bucket(int(lens.max()))
@@ -60,7 +65,11 @@ class Calls:
         alone = lens <= 1
         tokens[alone], positions[alone] = tokens[alone, :1], 0
         mask = inside[:, : bucket - 1].astype(np.int32)
-        return self._call(tokens, mask, positions, sampling, torch.from_numpy(slots.copy()))
+        # Decodes need none: each slot keeps the matrices of its prompt's adapter.
+        places = {"adapter_ids": torch.from_numpy(adapters)} if self.spec.num_adapters else {}
+        return self._call(
+            tokens, mask, positions, sampling, torch.from_numpy(slots.copy()), **places
+        )
 
     def blank(self, slots: Int32Array, length: int) -> None:
         """Write the first columns of these slots."""
@@ -68,7 +77,7 @@ class Calls:
             np.zeros((len(slots), length), np.int32),
             np.ones((len(slots), 3), np.float32),
         )
-        self.prefill(slots, ids, np.full_like(slots, length), sampling)
+        self.prefill(slots, ids, np.full_like(slots, length), sampling, np.zeros_like(slots))
 
     def decode(
         self, ids: Int32Array, positions: Int32Array, sampling: Float32Array, rows: Rows
@@ -108,6 +117,7 @@ class Calls:
         positions: Int32Array,
         sampling: Float32Array,
         seq_ids: torch.Tensor,
+        **more: torch.Tensor,
     ) -> Any:  # noqa: ANN401
         return self.application(
             input_ids=torch.from_numpy(ids),
@@ -115,4 +125,5 @@ class Calls:
             position_ids=torch.from_numpy(positions),
             seq_ids=seq_ids,
             sampling_params=torch.from_numpy(sampling),
+            **more,
         )

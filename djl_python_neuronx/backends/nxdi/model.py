@@ -44,6 +44,7 @@ model, and torchvision for those with images."""
 _NESTED = MappingProxyType(
     {
         "hybrid_sharding_config": "HybridShardingConfig",
+        "lora_config": "LoraServingConfig",
         "on_device_sampling_config": "OnDeviceSamplingConfig",
     }
 )
@@ -132,6 +133,15 @@ def _translate(configuration: Any, plan: LoadPlan) -> None:  # noqa: ANN401
         # No sequence outgrows it, and with it the library needs prompt graphs and a cache as long as the window.
         fields["sliding_window"] = None
     vars(configuration).update(fields)
+
+
+def unmanaged(application: Any) -> None:  # noqa: ANN401
+    """Leave the places of LoRA adapters to `adapters.Places`.
+
+    The library keeps the compiler from changing their layout where it manages them: so only after the compiler has run.
+    """
+    if (config := application.neuron_config.lora_config) is not None:
+        config.dynamic_multi_lora = False
 
 
 def rolls(configuration: Any) -> bool:  # noqa: ANN401

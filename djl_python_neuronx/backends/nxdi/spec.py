@@ -35,6 +35,8 @@ def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  #
         temperatures=TEMPERATURES,
         applies_top_p=False,
         fixed_sampling=None if sampling is None or dynamic else _fixed(sampling),
+        num_adapters=plan.lora.max_loras if plan.lora else 0,
+        changes_adapters=plan.lora is not None,
         **of_mode,
     )
 

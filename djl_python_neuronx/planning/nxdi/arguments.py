@@ -23,6 +23,8 @@ from djl_python_neuronx.planning.arguments import (
 from djl_python_neuronx.planning.case import Case
 
 _LARGEST_TOP_K = 256
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The layers of attention that adapters change."""
 
 
 def write_arguments(case: Case) -> LibraryArguments:
@@ -38,6 +40,7 @@ def write_arguments(case: Case) -> LibraryArguments:
         ep_degree=_above_one(options.ep_degree),
         torch_dtype=None if options.dtype == "auto" else options.dtype,
         on_device_sampling_config=_sampling(options),
+        lora_config=_adapters(case),
     )
     config.update(_lengths(options, _prompts(case)))
     config.update(_batches(options, case.continuous_batching))
@@ -113,6 +116,33 @@ def _sampling(options: ServingOptions) -> dict[str, object] | None:
     written = generation.model_dump(include=names)
     written["global_topk"] = generation.global_top_k or _LARGEST_TOP_K
     return written
+
+
+def _adapters(case: Case) -> dict[str, object] | None:
+    """`LoraServingConfig`: its first place stays empty, for the model itself. Adapters are written after a load."""
+    options = case.effective
+    if not options.enable_lora:
+        return None
+    return {
+        "max_loras": options.max_loras + 1,
+        "max_lora_rank": options.max_lora_rank,
+        "batch_size": case.slots,
+        "target_modules": [*adapted(options)],
+        "lora_shard_linear_layer": shards_adapters(case),
+        "dynamic_multi_lora": True,
+    }
+
+
+def adapted(options: ServingOptions) -> tuple[str, ...]:
+    """Return the layers that adapters may change."""
+    return options.lora_target_modules or (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def shards_adapters(case: Case) -> bool:
+    """Return whether both matrices of each adapter are divided: by default if the library can."""
+    if (chosen := case.effective.lora_shard_linear_layer) is not None:
+        return chosen
+    return (case.model.hidden_size or 0) % case.degree == 0
 
 
 def _above_one(degree: int) -> int | None:

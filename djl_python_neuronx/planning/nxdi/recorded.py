@@ -49,9 +49,16 @@ _INNER_DEFAULTS: Final[Mapping[str, Config]] = {
         "parallelize_token_to_block_mapping": True,
     },
     "kv_quant_config": {"direct_cast": True, "quant_dtype": "float8_e4m3fn"},
+    "lora_config": {
+        "eviction_policy": "lru",
+        "lfu_decay_period": 128,
+        "lora_bias": "none",
+        "lora_memory_transpose": True,
+        "max_cpu_loras": 100,
+    },
 }
 """The same of keywords that take an object."""
-_OFF_BY_DEFAULT = ("on_device_sampling_config", "kv_quant_config")
+_OFF_BY_DEFAULT = ("on_device_sampling_config", "kv_quant_config", "lora_config")
 """Those of them that are null by default: an object turns something on, whatever is in it."""
 _NUMBERS = (
     *("seq_len", "max_length", "max_context_length", "batch_size", "tkg_batch_size"),

@@ -17,7 +17,12 @@ from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi import contrib_rules, versions
-from djl_python_neuronx.planning.nxdi.arguments import graphs, write_arguments
+from djl_python_neuronx.planning.nxdi.arguments import (
+    ATTENTION,
+    adapted,
+    graphs,
+    write_arguments,
+)
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
@@ -142,6 +147,20 @@ _EXCLUDE = {
     "attention_dp_degree shard_over_sequence": "groups of cores keep part of the keys",
     # Source: models/model_wrapper.py, which pads a step ahead to all slots.
     "async_execution token_generation_batches": "a step that runs ahead has a graph for all slots only",
+    # Source: modules/lora_serving, and the calls of is_lora_module in gqa.py and modeling_llama.py.
+    "fuse_qkv enable_lora": "the library leaves out the adapters of q_proj, k_proj and v_proj",
+    "fused_rmsnorm_mlp enable_lora": "the kernel has no adapters",
+    "out_proj_kernel_enabled enable_lora": "the kernel has no adapters",
+    "sequence_parallel enable_lora": "an adapter's output is the whole prompt, and that of its layer a part",
+    "token_generation_batches enable_lora": "each slot's adapter is computed, also of slots that a graph lacks",
+    **dict.fromkeys(
+        (
+            *("cp_degree enable_lora", "attention_dp_degree enable_lora"),
+            *("pipeline_parallel_degree enable_lora", "shard_over_sequence enable_lora"),
+            *("windowed_context_encoding_size enable_lora", "nxdi_model_code enable_lora"),
+        ),
+        "the two were never compared with PEFT",
+    ),
     # Source: modules/kvcache: a group has its share of the graph's rows, but the cache of its share of all slots.
     "attention_dp_degree token_generation_batches": "groups of cores get rows of slots in another group's cache",
 }
@@ -251,9 +270,6 @@ _CODE = (
     ),
 )
 NXDI_RULES: tuple[Rule, ...] = (
-    when(enable_lora=True).refuse(
-        "adapters are not served with NxD Inference yet; set model_loader=cpu, or leave it out"
-    ),
     *_CODE,
     *_LATER,
     *_DEGREES,
@@ -315,6 +331,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _experts(case, min(prompts, default=0))
     yield from _window(case)
     yield from _flash_decoding(case)
+    yield from _lora(case)
     keywords = write_arguments(case).neuron_config
     yield from _no_kernels(case, keywords)
     yield from contrib_rules.findings(case)
@@ -351,6 +368,31 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
     if splits and min(case.degree, heads) % kv_heads:
         problem = f"the number of cores must be a multiple of the {kv_heads} KV heads; set one, or remove {_FLASH}"
         yield Finding((_FLASH, _DEGREE), problem)
+
+
+def _lora(case: Case) -> Iterator[Finding]:
+    """Source: modules/lora_serving; neuronx-distributed 0.18, parallel_layers/layers.py."""
+    options, model, name, layers = case.effective, case.model, "enable_lora", "lora_target_modules"
+    if not options.enable_lora:
+        return
+    known = ATTENTION if model.model_type in {"mistral", "mixtral"} else adapted(ServingOptions())
+    targets = adapted(options)
+    if other := sorted({*targets} - {*known}):
+        problem = (
+            f"NxD Inference changes no {join_words(other)} of a {model.model_type}; set {layers} to some of "
+            f"{join_words(known)}"
+        )
+        yield Finding((layers,), problem)
+    if {*targets} - {*ATTENTION} and (model.intermediate_size or 0) % case.degree:
+        problem = f"cores have to divide the {model.intermediate_size} columns of the MLP evenly; set another degree"
+        yield Finding((_DEGREE, name), problem)
+    if options.lora_shard_linear_layer and (model.hidden_size or 0) % case.degree:
+        problem = f"cores have to divide {model.hidden_size} columns evenly; leave it out"
+        yield Finding(("lora_shard_linear_layer", _DEGREE), problem)
+    installed = case.library_version
+    if installed and versions.numbers(installed) < (0, 8) and model.config.get("attention_bias"):
+        problem = f"NxD Inference {installed} loses the biases of layers with adapters; install 0.8 or a later one"
+        yield Finding((name,), problem)
 
 
 def _no_kernels(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:

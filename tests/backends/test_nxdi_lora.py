@@ -1,0 +1,207 @@
+"""LoRA adapters on NxD Inference: every row gets what PEFT makes of its own adapter, whatever runs beside it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("torch", reason="the nxdi backend needs torch")
+pytest.importorskip("peft", reason="the oracle")
+
+import peft
+import torch
+from safetensors.torch import load_file
+
+from djl_python_neuronx import backends
+from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.planning import case as planning
+from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.planning.machines import named
+from djl_python_neuronx.planning.memory import core_memory
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.types import GenerationRequest
+from tests.backends.nxdi_plans import VARIANTS, loaded, nxdi_plan
+from tests.backends.tnx_engine import assert_greedy
+from tests.doubles.tiny_models import load_reference, save_tiny_model
+
+pytestmark = pytest.mark.nxdi
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+MAX_RANK = 8
+ADAPTERS: Mapping[str, Mapping[str, Any]] = {
+    "wide": {"r": 8, "lora_alpha": 4},
+    "narrow": {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]},
+    "root": {"r": 4, "lora_alpha": 5, "use_rslora": True, "target_modules": ["o_proj", "k_proj"]},
+}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+DEVICE = {"do_sample": True, "dynamic": True, "global_top_k": 16}
+
+
+class Case(NamedTuple):
+    folder: Path
+    """Of the model; beside it those of its adapters."""
+    targets: tuple[str, ...]
+
+    def adapter(self, name: str | None) -> Path | None:
+        return None if name is None else self.folder.parent / name
+
+
+def make(folder: Path, variant: str, **settings: Any) -> Case:
+    """A tiny model and its adapters, whose matrices are wide enough to change most tokens."""
+    kind, own = VARIANTS[variant]
+    model = save_tiny_model(kind, folder / "model", **{"vocab_size": 96, **own, **settings})
+    targets = ATTENTION if kind in {"mistral", "mixtral"} else ALL
+    for seed, (name, facts) in enumerate(ADAPTERS.items()):
+        config = peft.LoraConfig(**{"target_modules": [*targets], **facts})
+        adapted = peft.get_peft_model(load_reference(model), config)
+        noise = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn(parameter.shape, generator=noise) * 0.3)
+        adapted.save_pretrained(folder / name)
+    return Case(model, targets)
+
+
+def plan_of(
+    case: Case, adapters: tuple[str, ...], *, tp: int = 1, shards: bool = True, **more: Any
+) -> LoadPlan:
+    """A plan with three places, two of which are taken at the start."""
+    lora = LoraPlan(
+        3, MAX_RANK, case.targets, shards, tuple(case.folder.parent / name for name in adapters)
+    )
+    options = {
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": MAX_RANK,
+        "lora_target_modules": case.targets,
+        "lora_shard_linear_layer": shards,
+    }
+    return nxdi_plan(case.folder, tp=tp, facts={"lora": lora}, **options, **more)
+
+
+def planned_bytes(case: Case, plan: LoadPlan, shards: bool) -> int:
+    """Bytes of all places on a core, in float32, as `check` counts them."""
+    options = ServingOptions(
+        dtype="float32",
+        n_positions=(48,),
+        max_rolling_batch_size=plan.num_slots,
+        tensor_parallel_degree=plan.tensor_parallel_degree,
+        enable_lora=True,
+        max_loras=3,
+        max_lora_rank=MAX_RANK,
+        lora_target_modules=case.targets,
+        lora_shard_linear_layer=shards,
+    )
+    facts = ModelFacts.from_config(json.loads((case.folder / "config.json").read_text()))
+    found = core_memory(
+        planning.Case(options, facts, named("trn1.32xlarge"), NEURON_BACKENDS["nxdi"])
+    )
+    assert found is not None
+    return found.adapters
+
+
+def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns: int = 12) -> None:
+    """Random requests for random places; an adapter changes as soon as none of its place runs. Judges every token."""
+    draw, engine = random.Random(seed), Engine(backend)
+    asked: dict[str, tuple[str | None, list[int]]] = {}
+    found: dict[str, list[int]] = defaultdict(list)
+    swaps = 0
+    for turn in range(3 * turns):
+        if turn < turns:
+            place = draw.choice([0, *taken])
+            prompt = draw.choices(
+                range(3, 90), k=draw.choice((1, 2, 7, 8, 9, longest_prompt(backend.spec)))
+            )
+            name = str(turn)
+            asked[name] = taken.get(place), prompt
+            engine.add(
+                GenerationRequest(
+                    name, prompt, max_new_tokens=draw.randint(1, 14), ignore_eos=True, adapter=place
+                )
+            )
+        for place in taken:
+            if draw.random() < 0.3 and not engine.uses(place):
+                taken[place] = draw.choice([*ADAPTERS, None])
+                busy = engine.has_work
+                engine.set_adapter(place, case.adapter(taken[place]))
+                swaps += busy
+        for _ in range(draw.randint(1, 4) if turn < turns else 100):
+            for output in engine.step().outputs if engine.has_work else ():
+                assert output.error is None, output.error
+                found[output.request_id] += output.token_ids
+    assert not engine.has_work
+    assert swaps or backend.spec.num_slots == 1, "no adapter has changed while others ran"
+    models: dict[str | None, Any] = {None: load_reference(case.folder)}
+    changed = 0
+    for name, (adapter, prompt) in asked.items():
+        if adapter not in models:
+            models[adapter] = peft.PeftModel.from_pretrained(
+                load_reference(case.folder), case.adapter(adapter)
+            )
+        assert_greedy(models[adapter], prompt, found[name])
+        changed += adapter is not None
+    assert changed
+
+
+CASES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "a step ahead": (
+        "llama3-rope",
+        {},
+        {"on_device_generation": DEVICE, "output_logits": True, "async_execution": True},
+    ),
+    # Biases; each core has one of two KV heads.
+    "two cores": ("qwen2", {}, {"tp": 2}),
+    # Four cores: a head is padded behind each KV head's three, and two cores have the same KV head.
+    "padded heads": ("llama", SIX_HEADS, {"tp": 4, "shards": False}),
+    "static batches": ("qwen3", {}, {"continuous": False, "prefill_buckets": (8, 47)}),
+    "one slot": ("llama-mha", {}, {"num_slots": 1}),
+    "a window": ("mistral-window", {}, {}),
+    "experts": ("mixtral", {}, {"tp": 2}),
+}
+"""Name → variant, settings of its model, and the plan."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_row_gets_its_own_adapter_beside_the_others(tmp_path: Path, name: str) -> None:
+    """Random traffic for three places whose adapters change meanwhile."""
+    variant, settings, more = CASES[name]
+    case = make(tmp_path, variant, **settings)
+    taken: dict[int, str | None] = {1: "wide", 2: "narrow", 3: None}
+    plan = plan_of(case, ("wide", "narrow"), **more)
+    with loaded(plan) as backend:
+        assert (backend.spec.num_adapters, backend.spec.changes_adapters) == (3, True)
+        weights = backend._model.application.traced_model.nxd_model.weights
+        sizes = [tensor.numel() * 4 for key, tensor in weights[0].items() if ".lora_" in key]
+        assert sum(sizes) == planned_bytes(case, plan, more.get("shards", True))
+        for seed in range(2):
+            run(backend, case, taken, seed)
+
+
+def test_a_compiled_output_takes_any_adapters(tmp_path: Path) -> None:
+    """Divided weights hold places without adapters; a start fills them."""
+    case, output = make(tmp_path, "llama"), tmp_path / "output"
+    output.mkdir()
+    plan = plan_of(case, ("wide", "narrow"), tp=2)
+    backends.compiler("nxdi").compile(replace(plan, presharded=True), output)
+    weights = load_file(output / "weights" / "tp1_sharded_checkpoint.safetensors")
+    matrices = [tensor for name, tensor in weights.items() if ".lora_" in name]
+    assert matrices
+    assert not any(tensor.any() for tensor in matrices)
+    for names in ("wide", "narrow"), ("root",):
+        taken: dict[int, str | None] = dict(enumerate(names, 1))
+        again = replace(plan_of(case, names, tp=2), kind="ranks")
+        with loaded(again, output) as backend:
+            run(backend, case, taken, len(names))
