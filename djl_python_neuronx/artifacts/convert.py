@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from safetensors import safe_open
 
+from djl_python_neuronx.artifacts import adapters
 from djl_python_neuronx.artifacts.artifact import WHOLE, Artifact
 from djl_python_neuronx.artifacts.atomic import (
     require_space,
@@ -102,6 +103,29 @@ def write_first_layers(artifact: Artifact, weights: Weights, count: int, destina
     kept = {name: tensors[name] for name in first_layers(tensors, count)}
     limited = replace(artifact, config=limit_layers(artifact.config, count))
     _write(limited, kept, destination, "safetensors", MAX_SHARD_BYTES)
+
+
+def convert_adapter(source: Path, destination: Path) -> None:
+    """Write a LoRA adapter whose tensors are pickled to the new folder `destination`, as safetensors.
+
+    Raises:
+        ArtifactError: a file is damaged, or holds anything but tensors.
+        ArtifactAccessError: the destination cannot be written.
+    """
+    folder = Folder.open(source)
+    file = folder.file(next(name for name in adapters.PICKLES if name in folder.names))
+    with (
+        storing(f"the adapter {source}", destination.parent),
+        temporary_folder(*staging(destination)) as beside,
+    ):
+        new = beside / "new"
+        new.mkdir()
+        copy_file(source / adapters.CONFIG, new / adapters.CONFIG, folder.root)
+        tensors = dict(_read_pickle(file))
+        _write_shard(tensors, [*tensors], new / adapters.WEIGHTS)
+        sync_tree(new)
+        if not destination.exists():  # else another process was faster
+            new.replace(destination)
 
 
 def _write(

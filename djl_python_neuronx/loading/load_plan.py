@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from djl_python_neuronx.artifacts.artifact import Artifact
-from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.prepared import Prepared
@@ -60,7 +60,21 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         mixed_steps=bool(options.enable_chunked_prefill),
         prefix_caching=options.enable_prefix_caching is not False and not prepared.case.is_draft,
         default_top_k=options.on_device_default_top_k,
+        lora=_lora(prepared),
         arguments=prepared.planned.arguments or LibraryArguments(),
+    )
+
+
+def _lora(prepared: Prepared) -> LoraPlan | None:
+    options = prepared.options
+    if not options.enable_lora:
+        return None
+    return LoraPlan(
+        max_loras=options.max_loras,
+        max_rank=options.max_lora_rank,
+        target_modules=options.lora_target_modules or (),
+        shard_linear=bool(options.lora_shard_linear_layer),
+        adapters=tuple(one.folder or Path(one.place) for one in prepared.adapters),
     )
 
 

@@ -18,6 +18,7 @@ from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.errors import ConfigError, ServingError
+from djl_python_neuronx.loading.adapters import find_adapters
 from djl_python_neuronx.loading.find import DRAFT, Model, find_model, find_named
 from djl_python_neuronx.loading.judge import (
     choose_machine,
@@ -138,9 +139,10 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
         with of_draft.problems.catch():
             draft = find_named(name, base, DRAFT, settings, of_draft, weights_needed=model.whole)
     problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))
+    settings, adapters = find_adapters(model, settings, backend, situation)
     case = _case(settings, model, backend, situation)
     case = replace(case, draft=None if draft is None else draft.facts)
-    prepared = _plan(settings, model, case, situation)
+    prepared = replace(_plan(settings, model, case, situation), adapters=adapters)
     if draft is not None and prepared.options.drafting and not problems.errors:
         prepared = _with_draft(prepared, draft, of_draft)
         problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from djl_python_neuronx.artifacts.adapters import Adapter
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.manifest import Role
 from djl_python_neuronx.artifacts.tokenizer import load_tokenizer
@@ -49,6 +50,8 @@ class Prepared:
     """The draft model, for the same slots and lengths."""
     role: Role = "model"
     """Role in the compile store."""
+    adapters: tuple[Adapter, ...] = ()
+    """The LoRA adapters in the places from 1 on."""
     process_cores: int = 0
     """NeuronCores that the model and its draft model share; 0 without a draft model."""
 

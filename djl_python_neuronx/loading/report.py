@@ -206,6 +206,9 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
     yield f"machine   {_machine(prepared)}"
     if options.speculating:
         yield f"drafts    {options.speculative_length} tokens at a time, {_draft_source(options)}"
+    for one in prepared.adapters:
+        what = f"rank {one.rank}, {', '.join(one.modules)}" if one.config else "not fetched"
+        yield f"adapter   {one.name}: {what} ({one.place})"
     models = [one for one in (prepared, prepared.draft) if one is not None]
     if plan.graphs and any(one.own_graphs is None for one in models):
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
@@ -351,6 +354,10 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
     return {
         "loader": prepared.backend,
         "format": prepared.artifact.format,
+        "adapters": [
+            {"name": one.name, "place": one.place, "rank": one.rank, "modules": one.modules}
+            for one in prepared.adapters
+        ],
         "graphs": plan.graphs,
         "estimated_compile_s": plan.estimated_compile_s,
         "memory_per_core": memory,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.backends.slots import SlotBackend, make_spec
+from djl_python_neuronx.errors import ArtifactError, BackendError
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,18 @@ class CpuBackend(SlotBackend):
             num_speculative_tokens=plan.num_speculative_tokens,
             mixed_steps=plan.mixed_steps,
             prefix_block=int(plan.prefix_caching),
+            num_adapters=0 if plan.lora is None else plan.lora.max_loras,
+            changes_adapters=True,
         )
         super().__init__(spec, model)
+        for place, folder in enumerate(plan.lora.adapters if plan.lora else (), 1):
+            self._set_adapter(place, folder)
+
+    def _set_adapter(self, place: int, folder: Path | None) -> None:
+        try:
+            self._model.lora.set(place, folder)
+        except ArtifactError as error:
+            raise BackendError(str(error)) from error
 
     def _reuse(self, source: int, slot: int, count: int) -> int:
         if source != slot:

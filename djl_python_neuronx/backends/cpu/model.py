@@ -21,6 +21,7 @@ from djl_python_neuronx.backends.cpu.attention import (
     possible_windows,
     short_windows,
 )
+from djl_python_neuronx.backends.cpu.lora import Lora
 from djl_python_neuronx.backends.shapes import pad_to_bucket
 from djl_python_neuronx.errors import (
     ArtifactError,
@@ -55,6 +56,7 @@ class SlotModel:
         self._config = module.config.get_text_config(decoder=True)
         self._cache = SlotCache(num_slots, max_model_len)
         self._last_slot = num_slots - 1
+        self.lora = Lora(module.base_model)
         self._windows: Windows = {}
         self._accepted = inspect.signature(module.forward).parameters
         self._adapt()
@@ -93,6 +95,7 @@ class SlotModel:
         if "logits_to_keep" in self._accepted:
             arguments["logits_to_keep"] = index
         self._cache.aim(rows, reach)
+        self.lora.aim(rows.adapters)
         logits: torch.Tensor = self.module(
             input_ids=torch.from_numpy(ids).long(),
             use_cache=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -64,6 +65,8 @@ class SimBackend(SlotBackend):
             mixed_steps=plan.mixed_steps,
             max_prefill_batch=plan.num_slots if plan.mixed_steps else 1,
             simulated=True,
+            num_adapters=0 if plan.lora is None else plan.lora.max_loras,
+            changes_adapters=True,
         )
         super().__init__(spec, MadeUpModel(spec, seed, self._noise(spec, seed)))
         self._step_ms = plan.sim_step_ms
@@ -84,6 +87,9 @@ class SimBackend(SlotBackend):
         """See `Backend`."""
         self._began_ns = time.monotonic_ns()
         return super().run(step)
+
+    def _set_adapter(self, place: int, folder: Path | None) -> None:
+        """See `SlotBackend`. Answers are made up, whatever it is."""
 
     def _noise(self, spec: ModelSpec, seed: int) -> Float32Array:
         """Return float32[V]: the logits of the tokens that do not come next."""

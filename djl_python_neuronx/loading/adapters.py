@@ -1,0 +1,200 @@
+"""LoRA adapters of a model: found by the options and in its folder, fetched, converted and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from djl_python_neuronx.artifacts import adapters, fetch
+from djl_python_neuronx.artifacts.adapters import Adapter
+from djl_python_neuronx.artifacts.cache import Progress
+from djl_python_neuronx.artifacts.folder import Folder, reading
+from djl_python_neuronx.artifacts.manifest import sha256_of
+from djl_python_neuronx.config import sources
+from djl_python_neuronx.config.lora_options import NAME
+from djl_python_neuronx.config.options import ServingOptions
+from djl_python_neuronx.config.resolve import Resolved
+from djl_python_neuronx.config.values import shortened
+from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ConfigError
+from djl_python_neuronx.loading.find import Model
+from djl_python_neuronx.loading.guarded_job import do_job, run_guarded
+from djl_python_neuronx.loading.situation import Situation
+from djl_python_neuronx.planning.lora import MODULES, layer_shapes
+from djl_python_neuronx.planning.model import ModelFacts
+
+_TARGETS = "lora_target_modules"
+
+
+def find_adapters(
+    model: Model, settings: Resolved, backend: str, situation: Situation
+) -> tuple[Resolved, tuple[Adapter, ...]]:
+    """Find the adapters of a model in the order of their places, and the settings with the layers that they change.
+
+    Those of the options come first, then those beside the model, by name. What is wrong goes to the problems.
+    """
+    options, found = settings.options, list[Adapter]()
+    if not options.enable_lora or backend == "tnx":  # which refuses the option
+        return settings, ()
+    origin = f"option.adapters, {settings.origins.get('adapters', 'default')}"
+    with situation.problems.catch():
+        for name, (place, root) in _listed(options, model).items():
+            with situation.problems.catch():
+                if options.simulated or (
+                    situation.is_dry and fetch.local_folder(place, options.model_dir) is None
+                ):
+                    found.append(Adapter(name, place, None, {}, {}))
+                else:
+                    found.append(
+                        obtain(
+                            name, place, options, model.facts, situation.environ,
+                            origin=origin, base=options.model_dir, root=root, convert=not situation.is_dry,
+                            progress=situation.progress.transfer,
+                        )
+                    )  # fmt: skip
+        _check(found, options, model)
+    if options.lora_target_modules is None:
+        modules = {name for one in found for name in one.modules}
+        chosen = tuple(name for name in MODULES if name in modules or not modules)
+        why = "default: those of the adapters" if modules else "default: all"
+        settings = replace(
+            settings,
+            options=options.model_copy(update={_TARGETS: chosen}),
+            origins=MappingProxyType({**settings.origins, _TARGETS: why}),
+        )
+    return settings, tuple(found)
+
+
+def obtain(
+    name: str,
+    place: str,
+    options: ServingOptions,
+    model: ModelFacts,
+    environ: Mapping[str, str],
+    *,
+    origin: str,
+    base: Path | None = None,
+    root: Path | None = None,
+    convert: bool = True,
+    progress: Progress | None = None,
+) -> Adapter:
+    """Fetch an adapter, convert it to safetensors unless it is stored so, and check it against model and options.
+
+    `place`: a folder, relative to `base`, a Hugging Face id with `@` and a revision, or a URI. `root`: the model folder
+    that the adapter is a part of. `convert`: false in a dry run.
+
+    Raises:
+        ServingError: it cannot be fetched, converted or served.
+    """
+    check_name(name, options)
+    folder = fetch.local_folder(place, base)
+    if folder is None:
+        is_uri = fetch.uri_scheme(place) is not None
+        source, at, revision = (place, "", "") if is_uri else place.partition("@")
+        # Not a name without an owner, which may be that of a folder that is missing.
+        if not is_uri and not ("/" in source and fetch.is_hub_id(source)):
+            msg = (
+                f"there is no folder {place!r} (from {origin}); expected one of an adapter, owner/name of the hub, or "
+                "s3://bucket/folder"
+            )
+            raise ArtifactNotFoundError(msg)
+        downloads = fetch.download_root(environ)
+        folder = fetch.fetch(
+            source,
+            environ=environ,
+            root=downloads,
+            revision=revision if at else None,
+            selection=adapters.FILES,
+            progress=progress,
+            origin=origin,
+        )
+    adapter = adapters.read(folder, name, place, root)
+    if adapter.folder is None and convert:
+        adapter = adapters.read(_converted(folder, environ), name, place)
+    adapters.check(adapter, model, options.max_lora_rank, options.lora_target_modules or ())
+    return adapter
+
+
+def check_name(name: str, options: ServingOptions) -> None:
+    """Refuse a name that cannot be an adapter's.
+
+    Raises:
+        ConfigError: it has other characters, or is a name of the model.
+    """
+    if not re.fullmatch(NAME, name):
+        msg = (
+            f"{shortened(name)!r} cannot name an adapter; expected ASCII letters, digits and ._:@+-"
+        )
+        raise ConfigError(msg)
+    if name in options.model_names:
+        msg = f"the adapter {name!r} has the name of the model; give it another, or set option.model_name"
+        raise ConfigError(msg)
+
+
+def _listed(options: ServingOptions, model: Model) -> dict[str, tuple[str, Path | None]]:
+    """Name to the place of each adapter, and to the model folder that it is a part of."""
+    listed: dict[str, tuple[str, Path | None]] = {
+        name: (place, None) for name, place in (options.adapters or {}).items()
+    }
+    for folder in dict.fromkeys([options.model_dir, model.artifact.path]):
+        if folder is None or not sources.try_path((folder / adapters.FOLDER).is_dir, failed=False):
+            continue
+        with reading(folder):
+            inside = Folder.open(folder).sub(adapters.FOLDER)
+        for name in sorted(one for one in inside.folders if not one.startswith(".")):
+            place = str(inside.path / name)
+            if listed.setdefault(name, (place, folder))[0] != place:
+                msg = f"two adapters are named {name!r}: {listed[name][0]} and {place}; rename one"
+                raise ConfigError(msg)
+    return listed
+
+
+def _check(found: Collection[Adapter], options: ServingOptions, model: Model) -> None:
+    if len(found) > options.max_loras:
+        names = ", ".join(one.name for one in found)
+        msg = f"there are {len(found)} adapters ({names}), and max_loras is {options.max_loras}; raise option.max_loras"
+        raise ConfigError(msg)
+    known = {path.rpartition(".")[2] for path in layer_shapes(model.facts)}
+    if others := sorted({*(options.lora_target_modules or ())} - known) if model.whole else []:
+        has = ", ".join(sorted(known)) or "none of known sizes"
+        msg = f"option.{_TARGETS} has {', '.join(others)}; adapters of this model change {has}"
+        raise ConfigError(msg)
+
+
+def _converted(folder: Path, environ: Mapping[str, str]) -> Path:
+    """The folder of an adapter with safetensors in place of pickled tensors, converted once for all processes.
+
+    Raises:
+        ArtifactError: it cannot be converted.
+    """
+    with reading(folder):
+        names = adapters.FILES.choose([path.name for path in folder.iterdir()])
+        contents = "".join(sha256_of(folder / name, folder) for name in names)
+    digest = hashlib.sha256(contents.encode()).hexdigest()
+    target = fetch.download_root(environ) / adapters.FOLDER / digest
+    if not target.is_dir():
+        job = json.dumps([str(folder), str(target)]).encode()
+
+        def ended(status: int) -> ArtifactError:
+            return ArtifactError(
+                f"the conversion of {folder} to safetensors ended with status {status}"
+            )
+
+        run_guarded(__name__, job, environ, ended)
+    return target
+
+
+def main() -> None:
+    """Convert an adapter in a process that has torch."""
+    do_job(_convert, lambda error: ArtifactError(f"an adapter cannot be converted: {error}"))
+
+
+def _convert(job: bytes) -> bytes:
+    from djl_python_neuronx.artifacts.convert import convert_adapter  # with torch
+
+    convert_adapter(*map(Path, json.loads(job)))
+    return b""
