@@ -564,7 +564,13 @@ class SpeculationOptions(OptionGroup):
     proposed token is kept only if the model itself would have chosen it. Where drafts make it slower they are switched
     off. NxDI also counts the large model's own token, which is added automatically."""
     ngram_prompt_lookup_max: Annotated[
-        Count | None, Option(to={"tnx": _DRAFTING}, graph=(), cpu=True, draft="off")
+        Count | None,
+        Option(
+            to={"tnx": _DRAFTING, "nxdi": "enable_token_generation()"},
+            graph=(),
+            cpu=True,
+            draft="off",
+        ),
     ] = None
     """Speculate without a draft model: propose what followed the newest tokens where they last occurred in the prompt
     or the output. The value is the longest run of tokens to look for; 3 suits summaries, code and answers from

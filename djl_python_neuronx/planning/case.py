@@ -15,6 +15,9 @@ from djl_python_neuronx.planning.machines import DeviceInfo, on_single_cores
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.contrib import Code
 
+TILE = 128
+"""Positions of the KV cache that the libraries' kernels take at a time."""
+
 Filled: TypeAlias = dict[str, tuple[object, str]]
 """Option name to its value and the reason for it."""
 
@@ -65,6 +68,8 @@ class NeuronBackend:
     """The embedding stays in the host's memory unless `on_device_embedding` is set."""
     weights: frozenset[str] = frozenset()
     """Kinds of weights that it reads (`artifacts.weights.WeightsKind`) beside whole safetensors and pickles."""
+    writes_behind: bool = False
+    """A step that verifies drafts writes all its columns, also those behind the last position of a slot."""
     loads_by_layer: bool = False
     """The host cuts weights layer after layer. False: the whole checkpoint at once."""
 
@@ -196,6 +201,16 @@ class Case:
         return self.options.draft_model_tp_size if self.effective.drafting else None
 
     @property
+    def lookahead(self) -> int:
+        """Positions of each slot behind its last token, which drafts are written to; whole tiles if the others are."""
+        options = self.options
+        if self.neuron is None or not (self.neuron.writes_behind and options.speculating):
+            return 0
+        if options.drafting:
+            return 0
+        return options.speculative_length + 1 if (options.max_model_len or 1) % TILE else TILE
+
+    @property
     def worlds(self) -> int:
         """Tensor parallel groups: one for each pipeline stage of each group of experts."""
         return self.options.pipeline_parallel_degree * self.options.ep_degree
@@ -241,9 +256,11 @@ class Case:
     def shortest_prompt_graph(self) -> int:
         """Least length of a prefill graph: a prompt's fills the ring, which has room for all of the window but a token.
 
-        Source: neuronx-distributed-inference 0.9, modules/attention/utils.py, get_last_kv_window.
+        And it is longer than a step that verifies drafts (`nxdi.drafts`). Source: neuronx-distributed-inference 0.9,
+        modules/attention/utils.py, get_last_kv_window.
         """
-        return (self.model.sliding_window or 0) - 1 if self.rolling_cache else 1
+        ring = (self.model.sliding_window or 0) - 1 if self.rolling_cache else 1
+        return max(ring, self.options.speculative_length + 2) if self.lookahead else ring
 
     @cached_property
     def continuous_batching(self) -> bool:

@@ -246,8 +246,10 @@ def _buckets(case: Case, positions: int, slots: int) -> tuple[tuple[int, ...], s
     if not case.on_cpu and case.effective.cache_layout == "BSH":
         return (positions,), "cache_layout=BSH takes a single length"
     least = case.with_options(n_positions=positions).shortest_prompt_graph
-    why = f"powers of two{' from the sliding window' * (least > 1)} up to n_positions"
-    return tuple(length for length in make_buckets(positions) if length >= least), why
+    limit = " longer than a step with drafts" if case.lookahead else " from the sliding window"
+    why = f"powers of two{limit * (least > 1)} up to n_positions"
+    lengths = tuple(length for length in make_buckets(positions) if length >= least)
+    return lengths or (positions,), why
 
 
 def make_steps(num_slots: int, max_len: int) -> tuple[int, ...]:

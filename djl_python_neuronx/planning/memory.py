@@ -233,7 +233,10 @@ def cache_bytes(case: Case) -> int:
     modules/kvcache/kv_cache_manager.py: not with blocks or groups.
     """
     options, model = case.effective, case.model
-    length, slots = options.max_model_len or 0, options.max_rolling_batch_size or 0
+    length, slots = (
+        (options.max_model_len or 0) + case.lookahead,
+        options.max_rolling_batch_size or 0,
+    )
     tokens = length * slots
     if options.in_blocks and not case.on_cpu:
         size = options.pa_block_size or length

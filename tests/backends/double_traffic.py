@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="the tnx backend needs torch")
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.engine.core import Engine
+from djl_python_neuronx.engine.speculation import Proposer
 from djl_python_neuronx.types import GenerationRequest
 from tests.doubles.toy_backend import expected
 
@@ -24,9 +25,11 @@ def folder_of(directory: Path, model_type: str, **settings: object) -> Path:
     return directory
 
 
-def assert_expected(backend: Backend, seed: int, window: int = 0) -> None:
+def assert_expected(
+    backend: Backend, seed: int, window: int = 0, proposer: Proposer | None = None
+) -> None:
     """Random traffic; the tokens of each request are those that it gets alone."""
-    draw, engine = random.Random(seed), Engine(backend)
+    draw, engine = random.Random(seed), Engine(backend, proposer=proposer)
     prompts = [draw.choices(range(1, VOCAB_SIZE), k=draw.randint(1, 20)) for _ in range(40)]
     lengths = [draw.randint(1, 48 - len(prompt)) for prompt in prompts]
     arrivals = [draw.randint(0, 150) for _ in prompts]

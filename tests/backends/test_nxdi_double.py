@@ -30,6 +30,7 @@ from djl_python_neuronx.backends.base import Backend, Step, Want
 from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import check
+from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
@@ -69,6 +70,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "few rows": {"token_generation_batches": [1, 2]},
     "one slot": {"num_slots": 1},
 }
+DRAFTS = {
+    "ngram_prompt_lookup_max": 2,
+    "speculative_length": 3,
+    "facts": {"num_speculative_tokens": 3},
+}
+"""A graph that verifies three drafts, beside that of a decode."""
 DYNAMIC = {"do_sample": True, "dynamic": True, "global_topk": 8}
 
 
@@ -92,6 +99,39 @@ def test_any_traffic_gives_what_each_gets_alone(
 ) -> None:
     with loaded(nxdi_plan(folder, **WAYS[name])) as backend:
         assert_expected(backend, seed)
+
+
+class Guesser:
+    """Proposes tokens that are right in part."""
+
+    runner = None
+
+    def propose(self, sequences: list[Running], counts: list[int], _: object) -> list[list[int]]:
+        return [
+            [
+                token if (token + count) % 4 else POISON
+                for token in expected(one.tokens_from(0), max(count, 0), vocab_size=VOCAB_SIZE)
+            ]
+            for one, count in zip(sequences, counts, strict=True)
+        ]
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_drafts_give_what_each_gets_alone(folder: Path, made: list[Any], num_slots: int) -> None:
+    """In batches with joins, slots that are taken again, and up to the last position of a slot."""
+    with loaded(nxdi_plan(folder, num_slots, **DRAFTS)) as backend:
+        assert backend.spec.num_speculative_tokens == 3
+        assert_expected(backend, 0, proposer=Guesser())
+    application = made[-1]
+    verifying = {i for i, graph in enumerate(application.graphs) if graph[0] == nxdi_double.SPEC}
+    assert len(verifying) == 2
+    assert {call[1] for call in application.calls} >= verifying
 
 
 @pytest.mark.parametrize("name", WAYS)

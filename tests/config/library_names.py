@@ -315,7 +315,10 @@ NXDI_NESTED = {
     "kv_quant_config": NXDI_KV_QUANTIZATION,
     "lora_config": NXDI_LORA,
 }
-NXDI_METHODS = frozenset({"LoraServingConfig", "NeuronConfig", "NeuronBaseForCausalLM", "compile"})
+NXDI_METHODS = frozenset(
+    {"LoraServingConfig", "NeuronConfig", "NeuronBaseForCausalLM", "compile"}
+    | {"enable_token_generation"}
+)
 NXDI_OTHER = frozenset({"fused_spec_config.draft_model_path"})
 """Beside `NeuronConfig`: a field of `InferenceConfig` and of the object in it."""
 

@@ -623,7 +623,9 @@ SPECULATION = {
         BACKEND,
         also=("spec_length",),
     ),
-    "ngram_prompt_lookup_max": count(BACKEND, REFUSED),
+    "ngram_prompt_lookup_max": count(
+        BACKEND, config(speculation_length=6, seq_len=2176, max_length=2176)
+    ),
     "draft_model_tp_size": count(BACKEND, BACKEND),
 }
 

@@ -24,6 +24,7 @@ from tests.doubles.toy_backend import toy_logits
 PACKAGE = "neuronx_distributed_inference"
 CONFIG, GRAPHS = "neuron_config.json", "model.pt"
 CTE, TKG = "context_encoding_model", "token_generation_model"
+SPEC = "speculation_model"
 
 
 class OnDeviceSamplingConfig:
@@ -80,6 +81,7 @@ class NeuronConfig:
         lnc = kwargs.pop("logical_nc_config", 1)
         self.logical_nc_config = int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", lnc))
         self.fused_qkv = kwargs.pop("fused_qkv", False)
+        self.speculation_length = kwargs.pop("speculation_length", 0)
         for name in (self.context_encoding_buckets, self.token_generation_buckets):
             assert name is None or name[-1] <= self.max_length
         assert self.max_context_length <= self.max_length
@@ -140,6 +142,8 @@ class Wrapper:
 
     def bucket_of(self, length, rows, strategy="first_fit"):
         buckets = self.neuron_config.buckets
+        if self.tag == SPEC:
+            length += self.application.neuron_config.speculation_length
         if isinstance(buckets[0], list):
             fitting = [bucket for bucket in buckets if rows <= bucket[0] and length <= bucket[1]]
             if not fitting:
@@ -238,8 +242,12 @@ class NeuronLlamaForCausalLM(NeuronApplicationBase):
             counts = sorted({*own.token_generation_batches, own.tkg_batch_size}, reverse=True)
             lengths = [[count, length] for count in counts for length in lengths]
         self.context_encoding_model = Wrapper(self, CTE, prompts, own.ctx_batch_size)
-        self.token_generation_model = Wrapper(self, TKG, lengths, own.tkg_batch_size)
-        self.models = [self.context_encoding_model, self.token_generation_model]
+        self.models, self.lengths = [self.context_encoding_model], lengths
+        if own.speculation_length:
+            self.speculation_model = Wrapper(self, SPEC, lengths, own.batch_size)
+            self.models.append(self.speculation_model)
+        else:
+            self.enable_token_generation()
         self.prior_outputs = self.prior_seq_ids = self.next_cpu_inputs = None
         self.async_mode = own.async_mode
         if self.async_mode:
@@ -251,6 +259,13 @@ class NeuronLlamaForCausalLM(NeuronApplicationBase):
         self.calls: list[tuple[str, int, list[list[int]], list[int], list[int]]] = []
         self.fail: Exception | None = None
         self.made.append(self)
+
+    def enable_token_generation(self, enable_wlt_optimization=True, **model_init_kwargs):
+        rows = self.neuron_config.tkg_batch_size
+        self.token_generation_model = Wrapper(self, TKG, self.lengths, rows)
+        self.models.append(self.token_generation_model)
+        # One submodel alone may choose the layout of the weights.
+        assert not (self.neuron_config.speculation_length and enable_wlt_optimization)
 
     @staticmethod
     def update_state_dict_for_tied_weights(state_dict):
@@ -306,7 +321,12 @@ class NeuronLlamaForCausalLM(NeuronApplicationBase):
             bucket if isinstance(bucket, list) else [own.tkg_batch_size, bucket]
             for bucket in self.token_generation_model.neuron_config.buckets
         ]
-        return prompts + [[TKG, rows, 1, length] for rows, length in pairs]
+        drafts = [[SPEC, own.batch_size, own.speculation_length, n] for n in self.lengths]
+        return [
+            *prompts,
+            *(drafts if own.speculation_length else ()),
+            *([TKG, rows, 1, length] for rows, length in pairs),
+        ]
 
     # --------------------------------------------------------------- forward
 
@@ -376,6 +396,8 @@ class NeuronLlamaForCausalLM(NeuronApplicationBase):
         """Return int32[B] tokens, float32[B, 1, V] logits, and the tokens as a graph's input, filled rows included."""
         ids, mask, positions, seq_ids, params = inputs
         run = self._prefill if positions.min() == 0 else self._decode
+        if run == self._decode and ids.shape[1] == self.neuron_config.speculation_length:
+            return *map(torch.from_numpy, self._verify(ids, mask, positions, seq_ids)), None
         tokens, logits, given = run(ids, mask, positions, seq_ids, params, strategy)
         return torch.from_numpy(tokens), torch.from_numpy(logits), torch.from_numpy(given)
 
@@ -460,6 +482,31 @@ class NeuronLlamaForCausalLM(NeuronApplicationBase):
         self.cache, self.spoiled = cache, spoiled
         found, logits, ahead = self._answer(np.stack(answers), own_params)
         return found[named], logits[named], ahead
+
+    def _verify(self, ids, mask, positions, seq_ids):
+        """Columns behind one another, of all rows: row i is line i. Those of drafts may be written again."""
+        own, (count, width) = self.neuron_config, ids.shape
+        assert count == own.batch_size
+        assert (positions == positions[:, :1] + torch.arange(width)).all()
+        bucket = self.speculation_model.bucket_of(mask.shape[1], count)
+        ends = positions.max(axis=1).values.tolist()
+        self._enter(SPEC, bucket, width, seq_ids.tolist(), ends)
+        if max(ends) >= own.max_length:
+            raise IndexError("a position beyond the cache")
+        logits = np.zeros((count, width, self.config.vocab_size), np.float32)
+        for line in range(count):
+            tokens, places = ids[line].numpy(), positions[line].numpy()
+            known = self.cache[line, np.flatnonzero(mask[line].numpy())]
+            # Each column reads the values of all, masked or not.
+            bad = tokens == self.poison
+            layers = np.where(bad, 0, 1 if bad.any() else self.layers + 1)
+            layers = np.minimum(layers, int(self.spoiled[line, : bucket[1]].min()) + 1)
+            for column in range(width):
+                seen = np.append(known, tokens[: column + 1])
+                logits[line, column] = self._logits(seen, layers[column] <= self.layers)
+            self.cache[line, places] = tokens
+            self.spoiled[line, places] = np.minimum(layers, self.layers)
+        return logits.argmax(axis=2).astype(np.int32), logits
 
     def _logits(self, seen, bad):
         found = toy_logits(np.asarray(seen, np.int64), self.config.vocab_size)

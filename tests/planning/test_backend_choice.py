@@ -137,8 +137,8 @@ REASONS = [
         "llama",
         BOTH,
         {"ngram_prompt_lookup_max": 3},
-        "tnx",
-        "nxdi refuses ngram_prompt_lookup_max",
+        "nxdi",
+        "it is preferred to tnx",
     ),
     ("mixtral", BOTH, {"quantize": "static_int8"}, "nxdi", "it is preferred to tnx"),
     # what both refuse something of: the one that the file is for, whose errors are then those of the file

@@ -273,6 +273,8 @@ ALONE = [
     ("tnx", {"fuse_mlp": "true", "mlp_out_weight_transpose": "true"}),
     ("tnx", {"qkv_tiling": "true", "fuse_qkv": "true"}),
     ("tnx", {"sequence_parallel": "true", "sequence_parallel_norm_threshold": "33"}),
+    ("nxdi", {**LOOKUP, "speculative_length": "300"}),
+    ("nxdi", {**LOOKUP, "n_positions": "8"}),
     ("nxdi", {"sequence_parallel": "true"}),
     ("nxdi", {"windowed_context_encoding_size": "96"}),
     ("nxdi", {"attention_dp_degree": "2"}),

@@ -76,6 +76,7 @@ SAMPLES = {
 COMPUTED = {
     *("multi_node", "draft_model_tp_size", "load_split_model", "speculative_draft_model"),
     *("override_neuron_config", "on_device_generation", "enable_lora"),
+    "ngram_prompt_lookup_max",
 }
 """Options that turn on what has an option of its own, have less in the library, or are the operator's alone."""
 DRAFT = ("option.speculative_draft_model=org/draft",)

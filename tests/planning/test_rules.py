@@ -545,6 +545,19 @@ LATER = {
     "speculative_draft_model": "draft",
     "is_block_kv_layout": True,
 }
+_OF_DRAFTS: dict[str, tuple[object, object]] = {
+    "on_device_generation": ({}, None),
+    "rolling_batch_strategy": ("naive_rolling_batch", "continuous_batching"),
+    "token_generation_batches": (1, None),
+    "pipeline_parallel_degree": (2, 1),
+    "shard_over_sequence": (True, None),
+    "attention_dp_degree": (2, 1),
+    "cp_degree": (2, 1),
+    "enable_prefix_caching": (True, None),
+    "enable_lora": (True, False),
+    "nxdi_model_code": ("code", None),
+}
+"""Option to a value that excludes drafts of the engine, and one that does not."""
 NXDI = [
     *(
         Row(
@@ -567,6 +580,22 @@ NXDI = [
             {"nxdi_model_code": "code", "trust_remote_code": True},
         )
         for name in [next(iter(breaks))]
+    ),
+    *(
+        Row(
+            "ngram_prompt_lookup_max", "error", breaks={**LOOKUP, name: breaks}, mends={name: mends}
+        )
+        for name, (breaks, mends) in _OF_DRAFTS.items()
+    ),
+    *(
+        Row("speculative_length", "error", breaks={**LOOKUP, **breaks}, mends=mends)
+        for breaks, mends in (
+            (
+                {"speculative_length": 7, "context_length_estimate": "8,64"},
+                {"speculative_length": 6},
+            ),
+            ({"speculative_length": 7, "n_positions": "9,64"}, {"n_positions": "10,64"}),
+        )
     ),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
     Row(

@@ -113,6 +113,12 @@ class ContinuousBackend(SlotBackend):
         slots, spoilt = rows.slots, self._spoilt_rows(rows)
         self._newest.keep(slots, rows.input_ids[:, 0], rows.starts, rows.sampling)
         newest = self._newest.first(self._model.num_rows(int(slots[-1])))
+        if (width := rows.input_ids.shape[1]) > 1:
+            ids, positions, sampling = newest
+            ids = np.pad(ids, ((0, 0), (0, width - 1)))
+            ids[slots] = rows.input_ids
+            output = self._model.verify(ids, positions, sampling)
+            return self._answer(output, rows, rows.starts + width)
         output = self._model.decode(*newest, rows)
         found = self._answer(output, rows, rows.starts + self._model.num_written)
         if found.ids is not None:

@@ -97,6 +97,18 @@ class Calls:
             self._ahead.note(output.tokens.reshape(-1, 1).numpy(), positions, sampling)
         return output
 
+    def verify(self, ids: Int32Array, positions: Int32Array, sampling: Float32Array) -> Any:  # noqa: ANN401
+        """Return the output for `ids`, int32[B, K], of the first slots, each row from its position on.
+
+        The library wants more columns than the mask and these have, but in the last graph.
+        """
+        width, longest = ids.shape[1], int(positions.max())
+        end = min(longest + width + 1, self.spec.max_model_len)
+        shown = max(longest, choose_bucket(end, self.spec.token_buckets) - width - 1)
+        mask = (self._columns[:shown] < positions).astype(np.int32)
+        places = (positions + np.arange(width)).astype(np.int32)
+        return self._call(ids, mask, places, sampling, self._seq_ids[: len(ids)])
+
     def decode_alone(self, token_id: int, positions: Int32Array, length: int) -> Any:  # noqa: ANN401
         """Return the output where the same token is at `positions`, int32[B, 1], of the first slots.
 

@@ -75,7 +75,11 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     config = made.get_config_cls()(
         neuron_config, load_config=adapter.load_pretrained_config(hf_config=configuration)
     )
-    return _made(made, config, plan)
+    application = _made(made, config, plan)
+    if plan.num_speculative_tokens:
+        # The library makes a graph that verifies drafts in its place, which has the layout of the weights.
+        application.enable_token_generation(enable_wlt_optimization=False)
+    return application
 
 
 def _contributed(

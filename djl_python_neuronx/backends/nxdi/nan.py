@@ -47,8 +47,9 @@ class Doubts:
         slots, written = rows.slots, rows.starts + rows.lens
         healthy, clean = np.zeros(slots.shape, np.bool_), written
         if output.logits is not None:
-            # The output layer spreads NaN over the whole vocabulary: one column is enough.
-            healthy = np.asarray(np.isfinite(output.logits[:, :1, 0]).any(axis=1))
+            # The output layer spreads NaN over the whole vocabulary: one number of each token is enough.
+            finite = np.isfinite(output.logits[:, :, 0])
+            healthy = np.asarray(finite.all(axis=1) & finite.any(axis=1))
         elif output.ids is not None and output.ids.shape[1]:
             ids, clean = output.ids[:, 0], written - 1
             same = (rows.starts > 0) & (ids == self._newest[slots])

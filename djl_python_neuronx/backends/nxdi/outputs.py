@@ -23,8 +23,10 @@ def answer(output: Any, rows: Rows, spec: ModelSpec) -> StepOutput:  # noqa: ANN
         return found if len(found) == len(rows.slots) else found[rows.slots]
 
     columns, vocab_size = int(rows.wants != Want.NOTHING), spec.vocab_size
+    if rows.wants == Want.ALL_LOGITS:
+        columns = rows.input_ids.shape[1]
     logits: Float32Array | None = None
-    on_host = spec.outputs == Want.LOGITS
+    on_host = Want.TOKENS not in spec.outputs
     if on_host or Want.LOGITS in rows.wants:
         found = of_rows(output.logits)[:, :columns, :vocab_size]
         logits = np.ascontiguousarray(found, np.float32)

@@ -25,12 +25,15 @@ def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  #
     outputs = Want.LOGITS if sampling is None else Want.TOKENS
     if config.output_logits:
         outputs |= Want.LOGITS
+    if plan.num_speculative_tokens:
+        outputs |= Want.ALL_LOGITS
     return make_spec(
         plan,
         vocab_size,
         lengths(wrapper),
         decode_slots=tuple(sorted(batches)) if len(batches) > 1 else (),
         outputs=outputs,
+        num_speculative_tokens=plan.num_speculative_tokens,
         largest_top_k=min(int(sampling.global_topk), vocab_size) if dynamic else None,
         temperatures=TEMPERATURES,
         applies_top_p=False,

@@ -5,7 +5,7 @@ Source: neuronx-distributed-inference 0.9.0, models/config.py, models/model_wrap
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil, log2
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -42,7 +42,9 @@ def write_arguments(case: Case) -> LibraryArguments:
         on_device_sampling_config=_sampling(options),
         lora_config=_adapters(case),
     )
-    config.update(_lengths(options, _prompts(case)))
+    config.update(_lengths(case, _prompts(case)))
+    if case.lookahead:
+        config["speculation_length"] = options.speculative_length + 1
     config.update(_batches(options, case.continuous_batching))
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
@@ -59,7 +61,9 @@ def graphs(case: Case) -> Iterator[PlannedGraph]:
     options, slots = case.effective, case.slots
     rows = 1 if case.continuous_batching else slots
     yield from (PlannedGraph("prefill", prompt, rows) for prompt in _prompts(case))
-    lengths = options.token_buckets or library_buckets(options.max_model_len or 1)
+    lengths = _decodes(case)
+    if case.lookahead:
+        yield from (PlannedGraph("speculation", length, slots) for length in lengths)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
         yield from (PlannedGraph("decode", length, size) for length in lengths)
 
@@ -80,15 +84,26 @@ def _prompts(case: Case) -> tuple[int, ...]:
     return (*(length for length in prompts if length < limit), limit)
 
 
-def _lengths(options: ServingOptions, prompts: tuple[int, ...]) -> dict[str, object]:
-    limit = options.max_model_len
+def _decodes(case: Case) -> Sequence[int]:
+    """Return the lengths of the graphs for decodes; the last has the positions for drafts behind a slot's end."""
+    limit, lengths = (
+        (case.options.max_model_len or 1) + case.lookahead,
+        case.effective.token_buckets,
+    )
+    return (*lengths[:-1], limit) if lengths else library_buckets(limit)
+
+
+def _lengths(case: Case, prompts: tuple[int, ...]) -> dict[str, object]:
+    options, more = case.effective, case.lookahead
+    limit = options.max_model_len and options.max_model_len + more
+    buckets = _decodes(case) if options.token_buckets else None
     lengths = put(
         {},
         seq_len=limit,
         max_length=limit,
-        max_context_length=prompts[-1] if prompts else limit,
+        max_context_length=prompts[-1] if prompts else options.max_model_len,
         context_encoding_buckets=plain(prompts or None),
-        token_generation_buckets=plain(options.token_buckets),
+        token_generation_buckets=plain(buckets),
     )
     if prompts or options.token_buckets:
         lengths["enable_bucketing"] = True

@@ -26,7 +26,7 @@ def _padded_heads(model: ModelFacts, degree: int, _strategy: str | None, _slots:
 
 def _fill(case: Case, _positions: int, _slots: int) -> Filled:
     """Return static batches where requests come in batches: one call prefills all their prompts."""
-    if case.options.rolling_batch_strategy is not None or not case.collected:
+    if case.options.rolling_batch_strategy is not None or not case.collected or case.lookahead:
         return {}
     why = "one call prefills the batch that DJL Serving collects"
     return {"rolling_batch_strategy": ("naive_rolling_batch", why)}
@@ -52,4 +52,5 @@ LIBRARY: Final = NeuronBackend(
     # It leaves out the token with which the sum of probabilities reaches top_p.
     host_samples=("top_p below 1",),
     weights=frozenset({"ranks"}),
+    writes_behind=True,
 )

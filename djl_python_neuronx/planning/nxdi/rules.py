@@ -16,7 +16,7 @@ from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import first_size
-from djl_python_neuronx.planning.nxdi import contrib_rules, versions
+from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, versions
 from djl_python_neuronx.planning.nxdi.arguments import (
     ATTENTION,
     adapted,
@@ -277,6 +277,7 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_KERNELS,
     *_BATCHES,
     *_SAMPLING,
+    *drafts.RULES,
 )
 """Checked in this order."""
 
@@ -334,6 +335,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _lora(case)
     keywords = write_arguments(case).neuron_config
     yield from _no_kernels(case, keywords)
+    yield from drafts.findings(case)
     yield from contrib_rules.findings(case)
     yield from versions.findings(case, keywords)
 
@@ -342,7 +344,7 @@ def _window(case: Case) -> Iterator[Finding]:
     """Source: models/config.py; of the lengths see `Case.shortest_prompt_graph`."""
     window, size = case.model.sliding_window, case.options.windowed_context_encoding_size
     prompts, least = case.options.context_length_estimate, case.shortest_prompt_graph
-    if prompts and prompts[0] < least:
+    if case.rolling_cache and prompts and prompts[0] < least:
         problem = (
             f"each prefill graph fills a KV cache as long as the model's sliding window ({window} tokens): the first "
             f"must be at least {least}; leave it out, or set n_positions={window} at most"
