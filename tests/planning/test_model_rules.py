@@ -303,7 +303,7 @@ RELEASES = [
     Row(
         "lora_target_modules",
         "error",
-        says="changes no up_proj of a mistral; set lora_target_modules to some of q_proj, k_proj, v_proj and o_proj",
+        says="no adapters of up_proj in a mistral; set some of q_proj, k_proj, v_proj and o_proj",
         breaks={
             **ADAPTERS,
             "facts": model_of("mistral"),
@@ -317,6 +317,13 @@ RELEASES = [
         says="divide the 11009 columns of the MLP",
         breaks={**ADAPTERS, "facts": replace(LLAMA, intermediate_size=11009)},
         mends={"lora_target_modules": ("v_proj",)},
+    ),
+    Row(
+        "enable_lora",
+        "error",
+        says="no qwen3_moe was compared with PEFT",
+        breaks={**ADAPTERS, "facts": EXPERTS},
+        mends={"facts": LLAMA},
     ),
     Row(
         "lora_shard_linear_layer",

@@ -574,7 +574,6 @@ NXDI = [
             {"token_generation_batches": (1, 2)},
             {"cp_degree": 2},
             {"attention_dp_degree": 2},
-            {"pipeline_parallel_degree": 2},
             {"shard_over_sequence": True},
             {"windowed_context_encoding_size": 64},
             {"nxdi_model_code": "code", "trust_remote_code": True},

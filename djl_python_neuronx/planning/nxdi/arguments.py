@@ -21,10 +21,9 @@ from djl_python_neuronx.planning.arguments import (
     put,
 )
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.lora import MODULES
 
 _LARGEST_TOP_K = 256
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The layers of attention that adapters change."""
 
 
 def write_arguments(case: Case) -> LibraryArguments:
@@ -138,26 +137,15 @@ def _adapters(case: Case) -> dict[str, object] | None:
     options = case.effective
     if not options.enable_lora:
         return None
+    shards, even = options.lora_shard_linear_layer, (case.model.hidden_size or 0) % case.degree == 0
     return {
         "max_loras": options.max_loras + 1,
         "max_lora_rank": options.max_lora_rank,
         "batch_size": case.slots,
-        "target_modules": [*adapted(options)],
-        "lora_shard_linear_layer": shards_adapters(case),
+        "target_modules": [*(options.lora_target_modules or MODULES)],
+        "lora_shard_linear_layer": even if shards is None else shards,
         "dynamic_multi_lora": True,
     }
-
-
-def adapted(options: ServingOptions) -> tuple[str, ...]:
-    """Return the layers that adapters may change."""
-    return options.lora_target_modules or (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-
-
-def shards_adapters(case: Case) -> bool:
-    """Return whether both matrices of each adapter are divided: by default if the library can."""
-    if (chosen := case.effective.lora_shard_linear_layer) is not None:
-        return chosen
-    return (case.model.hidden_size or 0) % case.degree == 0
 
 
 def _above_one(degree: int) -> int | None:

@@ -83,8 +83,6 @@ _NOT_LLAMAS = _NO_FLASH_DECODING | _LLAMAS
 # Source: models/model_base.py, process_sequence_parallel_hidden_states: the embeddings of all cores are added up with
 # vocab_parallel, also those of classes that give each core all of them.
 _WHOLE_EMBEDDINGS = _NOT_LLAMAS | {"vocab_parallel"}
-# Source: models/*/modeling_*.py: other names, or no run on the rig.
-_NO_ADAPTERS = {"enable_lora": "NxD Inference was not compared with PEFT for it"}
 # Of the keywords of experts the older modules/moe.py reads capacity_factor alone.
 _NEW_EXPERTS = frozenset(
     {
@@ -107,16 +105,13 @@ _MOE = Capability(
 _DENSE = Capability(ignored_options=_WHOLE_EMBEDDINGS | _OF_EXPERTS)
 
 _OF_EACH: Final[Mapping[str, Capability]] = {
-    "dbrx": replace(
-        _MOE, defects=(), unsupported_options={**_MOE.unsupported_options, **_NO_ADAPTERS}
-    ),
+    "dbrx": replace(_MOE, defects=()),
     # Source: modules/kvcache/gpt_oss_kv_cache_manager.py: every other layer has a ring.
     "gpt_oss": Capability(
         verified=False,
         ignored_options=_NOT_LLAMAS,
         unsupported_options={
-            "async_execution": "a step ahead overwrites what the model's sliding window holds",
-            **_NO_ADAPTERS,
+            "async_execution": "a step ahead overwrites what the model's sliding window holds"
         },
     ),
     "llama": Capability(
@@ -145,11 +140,7 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL),
         unsupported_options=_LATE_NORMS,
     ),
-    "qwen3_moe": replace(
-        _MOE,
-        ignored_options=_WHOLE_EMBEDDINGS,
-        unsupported_options={**_LATE_NORMS, **_NO_ADAPTERS},
-    ),
+    "qwen3_moe": replace(_MOE, ignored_options=_WHOLE_EMBEDDINGS, unsupported_options=_LATE_NORMS),
 }
 NXDI: Final[Mapping[str, Capability]] = {
     # Source: modules/attention/gqa.py: of uneven KV heads it makes copies for all heads, and pads them with the number

@@ -15,19 +15,21 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.lora import MODULES
 from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, versions
-from djl_python_neuronx.planning.nxdi.arguments import (
-    ATTENTION,
-    adapted,
-    graphs,
-    write_arguments,
-)
+from djl_python_neuronx.planning.nxdi.arguments import graphs, write_arguments
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
 _PART = "it is part of the decode kernel"
 _RESIDUALS = "no kernel adds residuals while tokens are divided among the cores"
+_OF_ATTENTION, _OF_MLP = MODULES[:4], MODULES[4:]
+_ADAPTED = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), MODULES),
+    **dict.fromkeys(("mistral", "mixtral"), _OF_ATTENTION),
+}
+"""`model_type` to the layers whose adapters the library computes."""
 LATER = tuple(name for name in NOT_SERVED if name in ServingOptions.model_fields)
 """Options that transformers-neuronx serves, and a later version with NxD Inference. No other rule is about them."""
 
@@ -156,8 +158,8 @@ _EXCLUDE = {
     **dict.fromkeys(
         (
             *("cp_degree enable_lora", "attention_dp_degree enable_lora"),
-            *("pipeline_parallel_degree enable_lora", "shard_over_sequence enable_lora"),
-            *("windowed_context_encoding_size enable_lora", "nxdi_model_code enable_lora"),
+            *("shard_over_sequence enable_lora", "windowed_context_encoding_size enable_lora"),
+            "nxdi_model_code enable_lora",
         ),
         "the two were never compared with PEFT",
     ),
@@ -373,19 +375,20 @@ def _flash_decoding(case: Case) -> Iterator[Finding]:
 
 
 def _lora(case: Case) -> Iterator[Finding]:
-    """Source: modules/lora_serving; neuronx-distributed 0.18, parallel_layers/layers.py."""
+    """Source: models/*/modeling_*.py, modules/lora_serving; neuronx-distributed 0.18, parallel_layers/layers.py."""
     options, model, name, layers = case.effective, case.model, "enable_lora", "lora_target_modules"
     if not options.enable_lora:
         return
-    known = ATTENTION if model.model_type in {"mistral", "mixtral"} else adapted(ServingOptions())
-    targets = adapted(options)
-    if other := sorted({*targets} - {*known}):
-        problem = (
-            f"NxD Inference changes no {join_words(other)} of a {model.model_type}; set {layers} to some of "
-            f"{join_words(known)}"
-        )
+    known, targets = (
+        _ADAPTED.get(model.model_type or "", ()),
+        options.lora_target_modules or MODULES,
+    )
+    if not known:
+        yield Finding((name,), f"no {model.model_type} was compared with PEFT; leave it out")
+    elif other := [one for one in targets if one not in known]:
+        problem = f"no adapters of {join_words(other)} in a {model.model_type}; set some of {join_words(known)}"
         yield Finding((layers,), problem)
-    if {*targets} - {*ATTENTION} and (model.intermediate_size or 0) % case.degree:
+    if {*targets} & {*_OF_MLP} and (model.intermediate_size or 0) % case.degree:
         problem = f"cores have to divide the {model.intermediate_size} columns of the MLP evenly; set another degree"
         yield Finding((_DEGREE, name), problem)
     if options.lora_shard_linear_layer and (model.hidden_size or 0) % case.degree:
