@@ -92,6 +92,39 @@ def partition(inputs: Input) -> None:
     compiling.partition(inputs.get_properties(), environ=environment())
 
 
+def change_adapter(inputs: Input, change: str) -> Output | Coroutine[Any, Any, Output]:
+    """Register, update or unregister an adapter; `change` is the word for what has become of it.
+
+    DJL Serving calls it for its routes of adapters, and at the start for each folder in `adapters/`. A request can
+    imitate these calls, so what they may do depends on `option.adapter_sources`.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _change_adapter(inputs, change)
+    return asyncio.to_thread(_change_adapter, inputs, change)
+
+
+def _change_adapter(inputs: Input, change: str) -> Output:
+    from djl_python_neuronx.protocol.djl import Record, failure, new_output
+
+    service, name = _process.service, inputs.get_property("name") or ""
+    assert service is not None  # noqa: S101  (DJL's engine makes an error of it)
+    try:
+        if change == "unregistered":
+            service.adapters.unregister(name)
+        else:
+            source = inputs.get_property("src") or ""
+            service.adapters.register(name, source, replaces=change == "updated")
+    except ServingError as error:
+        return failure(error)
+    message = f"Adapter {name} {change}"
+    record = Record(
+        message.encode(), True, {}
+    )  # asynchronous mode reads the content, the others the message
+    return new_output({}, message=message).add(record.encode(), key="data")
+
+
 def close() -> None:
     """Abort running requests and free the device. Idempotent."""
     door, service = _process.door, _process.service

@@ -1,7 +1,7 @@
 """DJL Serving's entry point: ``option.entryPoint=djl_python_neuronx.handler``.
 
 DJL Serving calls the function of this module that a request's property `handler` names, private and imported ones too.
-So it has the two below and no other (docs/security.md).
+So it has those below and no other (docs/security.md).
 """
 
 from __future__ import annotations
@@ -34,3 +34,18 @@ def partition(inputs: Input) -> None:
         ServingError: the compilation failed; the script reports the message and ends with status 1.
     """
     djl_process.partition(inputs)
+
+
+def register_adapter(inputs: Input) -> Output | Coroutine[Any, Any, Output]:
+    """Register the adapter that the properties `name` and `src` name; see `Adapters.register`."""
+    return djl_process.change_adapter(inputs, "registered")
+
+
+def update_adapter(inputs: Input) -> Output | Coroutine[Any, Any, Output]:
+    """Replace the adapter of a name; see `Adapters.register`."""
+    return djl_process.change_adapter(inputs, "updated")
+
+
+def unregister_adapter(inputs: Input) -> Output | Coroutine[Any, Any, Output]:
+    """Take the name of an adapter away; see `Adapters.unregister`."""
+    return djl_process.change_adapter(inputs, "unregistered")

@@ -16,10 +16,12 @@ from djl_python_neuronx.artifacts.folder import file_names, reading
 from djl_python_neuronx.backends.holders import once_free
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.sources import environment
+from djl_python_neuronx.engine.adapters import Adapters
 from djl_python_neuronx.engine.limits import longest_prompt, most_characters, with_defaults
 from djl_python_neuronx.engine.loop import JOIN_S, Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.errors import ServingError
+from djl_python_neuronx.loading.adapter_sources import fetch_allowed
 from djl_python_neuronx.loading.launch import make_launch
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared
@@ -51,15 +53,16 @@ class Service:
         cores: Sequence[str] = (),
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         room: Callable[[], AbstractContextManager[object]] = nullcontext,
-        adapters: Sequence[Path] = (),
+        adapters: Mapping[str, Path] = MappingProxyType({}),
+        fetch_adapter: Callable[[str, str], Path],
         before: Service | None = None,
         on_death: Callable[[ServingError], None] = lambda _error: None,
         progress: LoadProgress = SILENT,
     ) -> None:
         """Wait until the engines are ready. With `before`, no engine is started and that service's metrics are reused.
 
-        `launches`, `cores`, `adapters`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called
-        while the engines load. `functions`: of `model.py`.
+        `launches`, `cores`, `on_death`: see `Replicas`; `room`: see `LoopSettings`. `tokenizer` is called while the
+        engines load. `functions`: of `model.py`. `adapters`, `fetch_adapter`: see `Adapters`.
 
         Raises:
             ServingError: an engine could not be loaded.
@@ -81,7 +84,7 @@ class Service:
             settings=LoopSettings.of(options, room, partial(once_free, wait_s=options.core_wait_s)),
             on_death=on_death,
             on_progress=progress.stage,
-            adapters=adapters,
+            adapters=[*adapters.values()],
         )
         with ExitStack() as made:
             made.callback(self.stop)
@@ -105,6 +108,10 @@ class Service:
                 limit_s = options.text_timeout
                 self.custom = custom.CustomFormatters(functions, self.tokenizer, limit_s, threads)
             started.result()
+            taken_over = None if before is None else before.adapters
+            self.adapters: Adapters = Adapters(
+                self.loop, options, adapters, fetch_adapter, taken_over
+            )
             made.pop_all()
         if before is None:
             self.show()
@@ -161,6 +168,7 @@ class Service:
             functions=functions,
             room=launch.room,
             adapters=launch.adapters,
+            fetch_adapter=partial(fetch_allowed, prepared),
             before=before,
             on_death=on_death,
             progress=progress,
@@ -227,6 +235,7 @@ class Service:
             max_prompt_chars=self._max_prompt_chars,
             with_defaults=partial(with_defaults, configured=self.defaults, spec=self.loop.spec),
             default_max_tokens=self.defaults.get("max_new_tokens"),
+            adapters=self.loop.places.copy(),
             has_logprobs=self.loop.spec.has_logits,
         )
         try:

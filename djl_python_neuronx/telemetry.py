@@ -291,7 +291,8 @@ class Recorder:
             delta.num_generated_tokens,
             first_s,
             total_s,
-            f" error={delta.error.code}" if delta.error is not None else "",
+            (f" adapter={request.adapter_name}" if request.adapter_name else "")
+            + (f" error={delta.error.code}" if delta.error is not None else ""),
         )
         if self.tracing is not None:
             self.tracing.end(stream, reason, delta.error, stream.last_token_s)

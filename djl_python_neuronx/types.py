@@ -100,6 +100,8 @@ class GenerationRequest(EngineRequest):
     """Special tokens that show their names in any case: marks by which a text is divided."""
     spaces_special: bool = False
     """See `Tokenizer.decode`."""
+    adapter_name: str = ""
+    """The name of the adapter, whose place was `adapter` when the request was parsed."""
     max_seconds: float = inf
     """Longest time from `arrived_s` to the end; then the sequence ends with what there is (`FinishReason.TIME`)."""
     arrived_s: float = field(default_factory=time.monotonic)

@@ -24,7 +24,7 @@ from tests.djl.folders import MODES
 from tests.doubles import djl_engine_double
 from tests.doubles.djl_engine_double import Input, Output
 from tests.doubles.djl_peer import ENTRY, PATIENCE_S, REST, ROOT, Peer
-from tests.doubles.toy_backend import ToyBackend, expected
+from tests.doubles.toy_backend import TOY_SPEC, ToyBackend, expected
 from tests.doubles.toy_service import toy_service
 from tests.doubles.toy_tokenizer import TOKENIZER
 
@@ -232,17 +232,18 @@ def called(function_name="handle", body=None, **properties):
     return inputs
 
 
-def test_the_entry_module_has_two_functions():
-    assert {name for name, value in vars(handler).items() if callable(value)} == {
-        "handle",
-        "partition",
-    }
+ADAPTER_FUNCTIONS = {"register_adapter", "update_adapter", "unregister_adapter"}
+
+
+def test_the_entry_module_has_five_functions():
+    functions = {name for name, value in vars(handler).items() if callable(value)}
+    assert functions == {"handle", "partition", *ADAPTER_FUNCTIONS}
 
 
 OTHERS = sorted(
-    {*dir(handler), *dir(djl_process), "", "handle.__globals__", "register_adapter"}
-    - {"handle", "partition"}
+    {*dir(handler), *dir(djl_process), "", "handle.__globals__"} - {"handle", "partition"}
 )
+"""Without a model the functions of adapters are errors, too."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -331,3 +332,52 @@ def test_collections_of_garbage_leave_out_what_is_loaded(process, monkeypatch):
     assert not any(one is service for one in gc.get_objects())
     service.close()
     gc.unfreeze()
+
+
+@pytest.fixture(params=["in an event loop", "without one"])
+def change(request, process):
+    """Call a function of adapters as DJL does; returns status, message, and the token record of asynchronous mode."""
+    spec = dataclasses.replace(TOY_SPEC, num_adapters=4, changes_adapters=True)
+    process.service = toy_service(ToyBackend(spec), model_name="toy", adapter_sources=["/"])
+
+    def change(function, **properties):
+        def call():
+            return getattr(handler, function)(called(function, **properties))
+
+        async def awaited():
+            return await call()
+
+        output = call() if request.param == "without one" else asyncio.run(awaited())
+        return output.code, output.message, output.content.value_at(0)
+
+    yield change
+    process.service.close()
+
+
+def test_javas_calls_change_adapters(change, process):
+    """As its routes of adapters make them: Adapter.java, PyAdapter.java (0.36)."""
+    places = lambda: dict(process.service.loop.places)  # noqa: E731
+    status, message, record = change(
+        "register_adapter", name="a", src="/a/one", alias="A", preload="true"
+    )
+    assert (status, message) == (200, "Adapter a registered")
+    assert b"last" in record, "Java keeps the request of asynchronous mode until then"
+    assert change("register_adapter", name="a", src="/a/../a/one")[0] == 200, (
+        "as at a start of Java"
+    )
+    assert places() == {"a": 1}
+    assert change("update_adapter", name="a", src="/a/two")[:2] == (200, "Adapter a updated")
+    assert places() == {"a": 2}
+    for function, properties, reason in (
+        ("register_adapter", {"name": "a", "src": "/a/three"}, "registered already"),
+        ("register_adapter", {"name": "b", "src": "/a/bad"}, "/a/bad is no adapter"),
+        ("update_adapter", {"name": "a", "src": "/a/bad"}, "/a/bad is no adapter"),
+        ("unregister_adapter", {"name": "b"}, "not registered"),
+        ("unregister_adapter", {}, "not registered"),
+    ):
+        status, message, _ = change(function, **properties)
+        assert status >= 400, (function, properties)
+        assert reason in message
+        assert places() == {"a": 2}
+    assert change("unregister_adapter", name="a")[:2] == (200, "Adapter a unregistered")
+    assert places() == {}

@@ -141,7 +141,9 @@ def _plan(one: ModelSettings) -> _Plan:
     placement = check_all([one.model], environ=environment(), overrides=overrides, machine=machine)
     placement.raise_errors()
     (prepared,), (cores,) = placement.models, placement.placed
-    options, need = prepared.options, prepared.need
+    # All that a replica will have: the gateway finds a model by the names of its adapters, too.
+    found = {each.name: each.place for each in prepared.adapters} or None
+    options, need = prepared.options.model_copy(update={"adapters": found}), prepared.need
     for name, reason in REFUSED.items():
         if getattr(options, name) is not None:
             msg = f"option.{name} is not for Ray Serve: {reason}; leave it out"

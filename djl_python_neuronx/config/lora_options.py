@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 from djl_python_neuronx.config.values import (
     Count,
     ModelSource,
+    Names,
     Option,
     OptionGroup,
     Words,
@@ -79,6 +80,15 @@ class LoraOptions(OptionGroup):
     """Most adapters that are loaded at once. Their memory is taken whether they are loaded or not."""
     max_lora_rank: Annotated[Count, Option(to=_TO, cpu=True)] = 16
     """Largest rank of an adapter."""
+    adapter_sources: Annotated[
+        Names | None,
+        Option(
+            'places such as "/adapters,s3://bucket/adapters,owner"', operator=True, output="local"
+        ),
+    ] = None
+    """Places from which adapters may be registered, replaced and unregistered while requests run (docs/lora.md):
+    absolute folders, S3 URIs, and owners or ids of Hugging Face; what is below one counts. Default: none, adapters do
+    not change. The embedded server has the routes on `admin_port` alone. Also under DJL Serving."""
     lora_target_modules: Annotated[
         Words | None,
         Option(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -90,6 +90,8 @@ class Replicas:
         """Copies of the same model that replace these."""
         self._lock = threading.Condition()
         """See `StreamRegistry.lock`. Held while a copy is chosen and gets requests, and while one is retired."""
+        self.places: dict[str, int] = {}
+        """The places of adapters by their names; see `Adapters`."""
         # A queue lives as long as a request of its event loop, and holds that loop.
         self._async_queues = WeakValueDictionary[asyncio.AbstractEventLoop, AsyncQueue]()
         self.spec: ModelSpec
@@ -132,6 +134,12 @@ class Replicas:
     def streams(self) -> list[Stream]:
         """The open requests of all copies."""
         return [stream for loop in self._loops for stream in loop.streams.open_streams()]
+
+    @property
+    def places_in_use(self) -> set[int]:
+        """The places of adapters that open requests have."""
+        with self._lock:  # or one that moves to another copy is missed
+            return {stream.request.adapter for stream in self.streams}
 
     @property
     def most(self) -> int:
@@ -318,7 +326,7 @@ class Replicas:
         Whoever reads them aborts the others if one fails.
 
         Raises:
-            ServingError: see `StreamRegistry.open`; or no copy takes requests.
+            ServingError: see `StreamRegistry.open`; or no copy takes requests, or an adapter was unregistered.
         """
         for stream in group:
             stream.queue = output_queue
@@ -328,6 +336,8 @@ class Replicas:
                 why = self.error or f"no copy of the model takes requests now ({self.stage}); retry"
                 raise BackendUnavailableError(str(why))
             try:
+                for stream in group:
+                    self._find_place(stream)
                 copy.loop.streams.open(group)
             except ServingError as error:
                 if isinstance(error, QueueFullError):
@@ -336,6 +346,21 @@ class Replicas:
                     error.retry_after_s = max(1, math.ceil(wait_s))
                 notify(self._observer.rejected, error)
                 raise
+
+    def _find_place(self, stream: Stream) -> None:
+        """Give a request the place that its adapter has now.
+
+        Raises:
+            RequestError: the adapter was unregistered.
+        """
+        name, before = stream.request.adapter_name, stream.request.adapter
+        place = self.places.get(name) if name else before
+        if place is None:
+            msg = f"the adapter {name!r} was unregistered before this request was queued; send another name"
+            raise RequestError(msg, param="adapters")
+        if place != before:
+            stream.request = replace(stream.request, adapter=place)
+            stream.encode()
 
     def generate(self, group: Sequence[Stream]) -> Generation:
         """Submit requests that `prepare` has passed, and iterate over their deltas in the running event loop.

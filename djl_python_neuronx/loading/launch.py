@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -47,9 +47,10 @@ class Launch:
         return default_parameters(self.prepared.artifact.generation) if is_used else {}
 
     @property
-    def adapters(self) -> Sequence[Path]:
-        """The folders of the adapters that every copy loads, in the places from 1 on."""
-        return _adapters(self.graphs[0].plan)
+    def adapters(self) -> Mapping[str, Path]:
+        """The folders of the adapters that every copy loads, by name, in the places from 1 on."""
+        names = [one.name for one in self.prepared.adapters]
+        return dict(zip(names, _adapters(self.graphs[0].plan), strict=True))
 
     def room(self) -> AbstractContextManager[None]:
         """Wait until the host has memory for a copy; see `LoopSettings`."""

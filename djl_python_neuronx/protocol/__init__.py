@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import orjson
 from djl_python_neuronx.errors import RequestError, ServingError, json_type
 from djl_python_neuronx.protocol.anthropic import CountProtocol, MessagesProtocol
 from djl_python_neuronx.protocol.base import (
+    ADAPTER,
     ParseContext,
     ParsedRequest,
     WireProtocol,
@@ -184,13 +186,31 @@ def _is_request(body: bytes) -> bool:
 def _parse(payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
     protocol = detect(payload, context)
     try:
-        if protocol.names_model:
-            names = context.options.model_names
-            check_model(named_model(payload, names), names)
+        names = [*context.options.model_names, *context.adapters]
+        model = named_model(payload, names) if protocol.names_model else None
+        check_model(model, names)
+        adapter = _adapter(payload, context) or (model if model in context.adapters else None)
+        if adapter:
+            context = replace(context, adapter=adapter)
+        payload = {name: value for name, value in payload.items() if name != "adapters"}
         return protocol.parse(payload, context)
     except ServingError as error:
         error.protocol = protocol.name
         raise
+
+
+def _adapter(payload: Mapping[str, Any], context: ParseContext) -> str | list[str]:
+    """The adapters that a request names beside its model: one, or one for each prompt. The header takes precedence.
+
+    Raises:
+        RequestError: one is unknown.
+    """
+    if name := context.headers.get(ADAPTER):
+        return context.checked_adapter(name, ADAPTER)
+    sent = payload.get("adapters")
+    if isinstance(sent, list):
+        return [context.checked_adapter(name) for name in sent]
+    return context.checked_adapter(sent)
 
 
 def _decode_text(body: bytes) -> str:

@@ -375,7 +375,7 @@ class MessagesShape(Shape):
         **_more: object,
     ) -> None:
         """The arguments are those of `OpenAiShape`."""
-        self._model = given.model or context.options.model_names[0]
+        self._model = context.answering_model(given.model)
         self._shows = given.include_reasoning
         self._index, self._open = -1, ""
         """Of the newest block: its number, and its type while it is open."""

@@ -41,6 +41,8 @@ UNNAMED = frozenset({"dummy", "tgi"})
 """Model names that huggingface_hub's client sends when its user gave a URL: it has no other way to leave it out. The
 one in JavaScript sends the URL."""
 _URLS = ("http://", "https://")
+ADAPTER = "x-amzn-sagemaker-adapter-identifier"
+"""SageMaker's header for the name of an adapter."""
 ESCAPE_BYTES = 6
 """Most bytes of JSON for a byte of text: an escape such as \\u0041."""
 BESIDE_PROMPT_BYTES = 2**20
@@ -135,9 +137,32 @@ class ParseContext:
     """Adds the sampling parameters of the deployment to those of a request: `engine.limits.with_defaults`."""
     default_max_tokens: int | None = None
     """Most tokens of a request that sets none, by the model's author."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """The places of the model's adapters by their names."""
+    adapter: str | Sequence[str] = ""
+    """The adapter that the request names: one for all of its prompts, or one for each; "" is the model itself."""
     has_logprobs: bool = True
     """True if log-probabilities are available. With on-device sampling they are null in streams, and `details` are
     rejected."""
+
+    def checked_adapter(self, name: object, param: str = "adapters") -> str:
+        """The name of an adapter, "" for null.
+
+        Raises:
+            RequestError: it is no name of one; `param` is the field that has it.
+        """
+        if name is None or name == "" or (isinstance(name, str) and name in self.adapters):
+            return name or ""
+        listed = ", ".join(map(repr, self.adapters)) or "none; see option.enable_lora"
+        sent = repr(name[:200]) if isinstance(name, str) else json_type(name)
+        msg = f"{param} names {sent}, which is no adapter of this model; it has {listed}"
+        raise RequestError(msg, param=param)
+
+    def answering_model(self, named: str | None) -> str:
+        """The name of a model in an answer: that of the request's only adapter, or what the request has `named`."""
+        names = self.options.model_names
+        adapter = self.adapter if isinstance(self.adapter, str) else ""
+        return adapter or (named if named in names else None) or names[0]
 
     def check_size(self, body: bytes) -> None:
         """Refuse a body above the limit, or above what a prompt that fits can need.
@@ -236,7 +261,8 @@ class ParseContext:
 
         Raises:
             RequestError: there are more than `MAX_SEQUENCES` requests, they list more than `MAX_LISTED` tokens for a
-                step or `MAX_SCORED` for the prompts, or a list has other values than integers.
+                step or `MAX_SCORED` for the prompts, a list has other values than integers, or there are not as many
+                adapters as prompts.
             PromptTooLongError: a text is longer than any prompt that fits.
         """
         number = len(prompts) * count
@@ -262,6 +288,7 @@ class ParseContext:
         if truncate == -1:
             room = self.max_model_len - (common.max_new_tokens or 1)
             truncate = max(1, min(self.longest_prompt, room)) if self.longest_prompt else None
+        adapters = self._adapters(len(prompts))
         found: list[GenerationRequest] = []
         for i, prompt in enumerate(prompts):
             name = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else common.prompt_name
@@ -271,7 +298,14 @@ class ParseContext:
             prompt_ids = self.encode(prompt, name, special=special)
             if truncate is not None:
                 prompt_ids = _kept(prompt_ids, truncate, side)
-            one = replace(common, prompt_ids=prompt_ids, prompt_name=name)
+            place = self.adapters.get(adapters[i], 0)
+            one = replace(
+                common,
+                prompt_ids=prompt_ids,
+                prompt_name=name,
+                adapter=place,
+                adapter_name=adapters[i],
+            )
             fits = len(prompt_ids) <= self.longest_prompt
             once = scores_once and common.max_new_tokens != 0 and fits
             scores = [common.scores_prompt, *[None if once else common.scores_prompt] * (count - 1)]
@@ -282,6 +316,14 @@ class ParseContext:
                 )
         _check_scores(found)
         return found
+
+    def _adapters(self, count: int) -> Sequence[str]:
+        """The adapter of each of so many prompts."""
+        adapters = [self.adapter] * count if isinstance(self.adapter, str) else self.adapter
+        if len(adapters) != count:
+            msg = f"adapters has {len(adapters)} names for {count} prompts; expected one for each, or a text"
+            raise RequestError(msg, param="adapters")
+        return adapters
 
 
 def _check_scores(requests: Sequence[GenerationRequest]) -> None:

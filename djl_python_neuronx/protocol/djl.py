@@ -23,7 +23,7 @@ from djl_python_neuronx.engine.detokenizer import Delta
 from djl_python_neuronx.engine.streams import BlockingQueue
 from djl_python_neuronx.errors import ServingError
 from djl_python_neuronx.protocol import answer_error
-from djl_python_neuronx.protocol.base import Formatter, ParsedRequest, Serving
+from djl_python_neuronx.protocol.base import ADAPTER, Formatter, ParsedRequest, Serving
 from djl_python_neuronx.types import FinishReason
 
 if TYPE_CHECKING:
@@ -279,6 +279,8 @@ class Replies:
 def read(row: Input) -> tuple[bytes, dict[str, str]]:
     """Body and lower-case headers. Java's random `seed` item is ignored: the engine draws its own seeds."""
     headers = {name.lower(): str(value) for name, value in row.get_properties().items()}
+    if row.contains_key("adapter"):  # of the query; workflows of DJL Serving add it, too
+        headers.setdefault(ADAPTER, row.get_as_string("adapter"))
     return bytes(row.get_as_bytes() or b""), headers
 
 

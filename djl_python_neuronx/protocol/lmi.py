@@ -40,13 +40,13 @@ from djl_python_neuronx.protocol.text_generation import (
 )
 from djl_python_neuronx.protocol.tgi import TgiShape
 
-_ADAPTER = "x-amzn-sagemaker-adapter-identifier"
-
 
 class LmiBody(Body):
     """A request of LMI, for one prompt or several."""
 
     inputs: Union[Text, Annotated[list[Text], Len(1, MAX_SEQUENCES)]]  # type: ignore[assignment]
+    adapters: Union[str, list[Union[str, None]], None] = None
+    """The name of an adapter; of a list of prompts also a list with one for each, "" for the model itself."""
 
 
 class Line(TypedDict):
@@ -79,10 +79,7 @@ class LmiProtocol(WireProtocol):
 
     def parse(self, payload: Mapping[str, Any], context: ParseContext) -> ParsedRequest:
         """See `WireProtocol.parse`."""
-        inputs, given = fields(payload, context.options, refused=("adapters", "cached_prompt"))
-        if _ADAPTER in context.headers:
-            msg = f"adapters are not supported in this version; leave out the header {_ADAPTER}"
-            raise UnsupportedParameterError(msg)
+        inputs, given = fields(payload, context.options, refused=("cached_prompt",))
         prompts = _prompts(inputs)
         output = _output_format(given.stream, context)
         streams = output not in {"json", "3p"}

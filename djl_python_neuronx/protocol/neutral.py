@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import orjson
 
 _FIELDS = """
-[] | adapter_id audio bootstrap_host bootstrap_port bootstrap_room chat_template constraints container
+[] | audio bootstrap_host bootstrap_port bootstrap_room chat_template constraints container
 [] | custom_logit_processor data_parallel_rank disagg_prefill_dp_rank ebnf extra_key force_words_ids guided_decoding
 [] | input_ids json_schema logprob_token_ids logprobs lora_path max_dynamic_patch min_dynamic_patch moderation
 [] | ngram_corpus_id prediction prompt_embeds prompt_logprobs reasoning_effort regex repetition_detection routed_dp_rank

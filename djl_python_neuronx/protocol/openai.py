@@ -137,6 +137,9 @@ class ModelEntry(TypedDict):
     owned_by: str
     max_model_len: int
     """vLLM's: tokens of prompt and output together."""
+    root: str
+    parent: str | None
+    """Of an adapter the name of its model; so is `root`. A model is its own root."""
 
 
 class ModelList(TypedDict):
@@ -178,14 +181,18 @@ class OpenAiParameters(GenerationParameters):
     ] = None
 
 
-def model_entry(name: str, created: int, max_model_len: int) -> ModelEntry:
-    """A model of the list; `created` is the time of its load."""
+def model_entry(
+    name: str, created: int, max_model_len: int, parent: str | None = None
+) -> ModelEntry:
+    """A model of the list, or an adapter of its `parent`; `created` is the time of the model's load."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "djl-neuronx",
         "max_model_len": max_model_len,
+        "root": parent or name,
+        "parent": parent,
     }
 
 
@@ -238,7 +245,7 @@ class OpenAiShape(Shape):
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_kind if given.stream else self.kind,
             "created": int(time.time()),
-            "model": given.model or context.options.model_names[0],
+            "model": context.answering_model(given.model),
             "system_fingerprint": _fingerprint(context.options.revision),
             "choices": [],
         }
@@ -400,8 +407,6 @@ class OpenAiProtocol(WireProtocol):
         Raises:
             RequestError: a value is not allowed.
         """
-        if given.model not in context.options.model_names:
-            given.model = None
         if given.stream_options is not None and not given.stream:
             msg = "stream_options needs stream=true; set it, or leave stream_options out"
             raise RequestError(msg, param="stream_options")

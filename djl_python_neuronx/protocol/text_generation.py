@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -62,6 +63,7 @@ class Parameters(GenerationParameters):
     best_of: Count = 1
     n: Count = 1
     truncate: MaybeCount = None
+    adapter_id: str | None = None
 
     @classmethod
     def of(cls, given: GenerationParameters, **more: object) -> Parameters:
@@ -244,6 +246,9 @@ def parsed_request(
     Raises:
         RequestError: a parameter or a prompt is not allowed.
     """
+    if given.adapter_id and not context.adapter:
+        adapter = context.checked_adapter(given.adapter_id, "adapter_id")
+        context = replace(context, adapter=adapter)
     sampling, number = given.sampling, given.num_sequences
     _check_number(given, sampling, stream, shape)
     given.stop = [*given.stop, *given.stop_sequences]

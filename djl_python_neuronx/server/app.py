@@ -25,6 +25,7 @@ from djl_python_neuronx.errors import (
 )
 from djl_python_neuronx.protocol import PROTOCOLS, decode, tgi
 from djl_python_neuronx.protocol.base import (
+    ADAPTER,
     check_model,
     generate,
     named_model,
@@ -204,7 +205,7 @@ class Application:
         named = name is not None or len(self.models) == 1
         if named:
             self.find(name).ready()
-        headers = _headers(request)
+        headers = _headers(request, self.models)
         request_id = headers.get("x-request-id") or headers.get("x-amzn-sagemaker-inference-id")
         async with self.bodies.read(request, self.max_body_bytes) as body:
             if not named:
@@ -284,7 +285,8 @@ def _listed(models: Sequence[Model]) -> str:
 def _entry(name: str, model: Model) -> ModelEntry:
     """The entry of OpenAI's list for a model."""
     service = model.ready()
-    return model_entry(name, service.loaded_s, service.loop.spec.max_model_len)
+    parent = model.names[0] if name in model.adapters else None
+    return model_entry(name, service.loaded_s, service.loop.spec.max_model_len, parent)
 
 
 def _facts(model: Model) -> dict[str, Any]:
@@ -308,8 +310,15 @@ def _facts(model: Model) -> dict[str, Any]:
     }
 
 
-def _headers(request: Request) -> dict[str, str]:
-    """Headers by lower-case name. SageMaker's custom attributes (``k=v;k=v``) are among them, as in DJL Serving."""
+def _headers(request: Request, models: Sequence[Model]) -> dict[str, str]:
+    """Headers by lower-case name. SageMaker's custom attributes (``k=v;k=v``) are among them, as in DJL Serving.
+
+    So is an adapter of one of the models that the path names.
+    """
     headers = dict(request.headers)
     pairs = [pair.split("=", 1) for pair in headers.pop(_ATTRIBUTES, "").split(";") if "=" in pair]
-    return {**{name.strip().lower(): value.strip() for name, value in pairs}, **headers}
+    found = {name.strip().lower(): value.strip() for name, value in pairs}
+    named = request.path_params.get("model", "")
+    if any(named in model.adapters for model in models):
+        found[ADAPTER] = named
+    return {**found, **headers}

@@ -62,9 +62,14 @@ class Model:
         return self._both or tuple(filter(None, [self.service]))
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of its adapters."""
+        return tuple(self.service.loop.places if self.service else self.options.adapters or ())
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """The names in paths and bodies, the first one for answers."""
-        return self.options.model_names or (self._name,)
+        """The names in paths and bodies, the first one for answers; those of its adapters are the last."""
+        return (*(self.options.model_names or (self._name,)), *self.adapters)
 
     def ready(self) -> Service:
         """The loaded service.
@@ -287,6 +292,8 @@ class Loader:
 
     def _reload(self, model: Model, cores: Sequence[str] | ServingError) -> None:
         name = model.names[0]
+        for service in model.services:
+            service.adapters.is_open = False
         try:
             model.reload(partial(self._loads[model], placed=_usable(cores)))
         except BaseException as error:  # noqa: BLE001  (see `_run`)
@@ -296,6 +303,7 @@ class Loader:
         else:
             logger.info("reloaded model=%s", name)
         for service in model.services:
+            service.adapters.is_open = True
             if service.loop.error is not None:
                 self._give_up(model, service.loop.error)
 

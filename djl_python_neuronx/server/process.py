@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.protocol.base import Threads
+from djl_python_neuronx.server import management
 from djl_python_neuronx.server.app import Application, create_app
 from djl_python_neuronx.server.http import (
     BACKLOG,
@@ -166,7 +167,9 @@ class Server(uvicorn.Server):
 
     async def _listen_for_admin(self) -> None:
         options, config = self._application.options, copy(self.config)
-        config.loaded_app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
+        app = create_app(self._application, lambda path: path in ADMIN_PATHS | PROBES)
+        app.router.routes += management.routes(self._application)
+        config.loaded_app = app
         protocol = partial(
             self._protocol,
             RESERVED_CONNECTIONS,

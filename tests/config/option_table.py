@@ -603,6 +603,15 @@ LORA = {
     ),
     "max_loras": count(REFUSED, BACKEND),
     "max_lora_rank": count(REFUSED, BACKEND),
+    "adapter_sources": Row(
+        (
+            ("/adapters", ("/adapters",)),
+            ("/a, s3://b/c,owner", ("/a", "s3://b/c", "owner")),
+            (["/a"], ("/a",)),
+            *NONE,
+        ),
+        ("", [], ["/a", ""], True, 5),
+    ),
     "lora_target_modules": Row(
         (*WORD_LIST, *NONE), WORD_LIST_BAD, REFUSED, BACKEND, also=("target_modules",)
     ),

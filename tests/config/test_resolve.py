@@ -346,6 +346,7 @@ class TestStrictness:
                 "admin_host",
                 "cloudwatch_namespace",
                 "otlp_traces_endpoint",
+                "adapter_sources",
             ),
         }
         for name, (text, value) in values.items():

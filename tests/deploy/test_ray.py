@@ -31,9 +31,14 @@ import yaml
 
 from djl_python_neuronx.errors import ServingError
 from tests import effort, known_answers
+from tests.doubles.lora_adapters import save_merged, write_adapter
 from tests.processes import command_line, descendants, held_port, wait_gone, wait_until
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
+from transformers import AutoTokenizer
+
+from tests.backends.tnx_engine import reference
+from tests.doubles.tiny_models import load_reference
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny-llama"
@@ -55,6 +60,8 @@ class Cluster:
         self.url = f"http://127.0.0.1:{port}"
         shared = {"api_key_file": str(keys), "page": False}
         right = {"model_loader": "cpu", "max_rolling_batch_size": 16, "enable_prefix_caching": True}
+        self.adapter = write_adapter(keys.parent / "adapters" / "sql")
+        right |= {"enable_lora": True, "adapters": {"sql": str(self.adapter)}}
         slow = {"model_loader": "sim", "sim_step_ms": STEP_MS, "model_name": "slow"}
         self.args: dict[str, Any] = {
             "accept_s": 60,
@@ -230,6 +237,30 @@ def test_routes_keys_and_errors_are_those_of_the_server(cluster):
         "x-request-id"
     )
     assert len(ids) == 1
+
+
+def test_an_adapters_name_reaches_its_model(cluster, tmp_path):
+    """With several models behind one gateway. The oracle is the model with the adapter in its weights."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    ids = tokenizer.encode("15 20 25 30")
+    texts = [
+        tokenizer.decode(reference(load_reference(model), ids, 8).tokens)
+        for model in (TINY, save_merged(TINY, cluster.adapter, tmp_path / "merged"))
+    ]
+    assert len({*texts}) == 2
+    asked = {"prompt": "15 20 25 30", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    for path, model, text in (
+        ("/v1/completions", "tiny-llama", texts[0]),
+        ("/v1/completions", "sql", texts[1]),
+        ("/predictions/sql", "sql", texts[1]),
+    ):
+        answer = httpx.post(
+            cluster.url + path, json={**asked, "model": model}, headers=AUTHORIZED, timeout=60
+        )
+        assert answer.json()["choices"][0]["text"] == text, path
+        assert answer.json()["model"] == model
+    found = httpx.get(cluster.url + "/v1/models", headers=AUTHORIZED, timeout=60).json()["data"]
+    assert [one["parent"] for one in found if one["id"] == "sql"] == ["tiny-llama"]
 
 
 def test_openais_client_reads_a_stream_as_it_comes(cluster):

@@ -111,7 +111,6 @@ OTHER_FUNCTIONS = [
     "close",
     "djl_process",
     "partition",
-    "register_adapter",
     "TYPE_CHECKING",
     "__class__",
     "__dir__",
@@ -127,6 +126,9 @@ def test_a_client_calls_no_other_function(served, mode, tmp_path):
         answer = one(served, body(), headers={"handler": name, "requestId": "r", **options})
         assert (answer.status, answer.errors) == (424, []), name
         assert json.loads(answer.content)["code"] == 424
+    for name in ("register_adapter", "update_adapter", "unregister_adapter"):
+        adapter = {"name": "a", "src": str(MODEL), "option.adapter_sources": "/"}
+        assert one(served, body(), headers={"handler": name, **adapter}).status == 400, name
     itself = one(served, body(), headers={"handler": "handle", "requestId": "r"})
     # Java passes it on outside the batch.
     assert itself.status == (400 if mode == "rolling" else 200), itself.content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,13 @@ def deltas(folder: Path) -> dict[str, npt.NDArray[np.float32]]:
             alpha = config.get("alpha_pattern", {}).get(match[2], config["lora_alpha"])
             found[match[1]] = b @ a * (alpha / len(a) ** (0.5 if config["use_rslora"] else 1))
     return found
+
+
+def save_merged(model: Path, adapter: Path, folder: Path) -> Path:
+    """Write a model with what an adapter adds to its weights."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    for layer, delta in deltas(adapter).items():
+        tensors[f"model.{layer}.weight"] += delta
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,26 +26,37 @@ def toy_service(
     warm_up: bool = False,
     on_death: Callable[[ServingError], None] = lambda _error: None,
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    adapters: Mapping[str, Path] = MappingProxyType({}),
     before: Service | None = None,
     **settings: Any,
 ) -> Service:
-    """`backends`: of each copy one, or what makes one at a start. `functions`: of `model.py`. `settings`: options."""
+    """`backends`: of each copy one, or what makes one at a start. `functions`: of `model.py`. `settings`: options.
+
+    `adapters`: those that toy backends have at the start.
+    """
     options = ServingOptions(model_id="toy", **settings)
 
     def load(backend: Backend | Callable[[], Backend]) -> Engine:
+        made: Any = backend() if callable(backend) else backend
+        if adapters:
+            made.adapters.update(enumerate(adapters.values(), 1))
         return Engine(
-            backend() if callable(backend) else backend,
+            made,
             decode_interleave=options.decode_interleave,
             max_join_wait_s=options.max_join_wait_ms / 1000,
             proposer=proposer,
         )
 
-    worker = WorkerSettings(options.queue_timeout or options.predict_timeout, warm_up=warm_up)
+    worker = WorkerSettings(
+        options.queue_timeout or options.predict_timeout, warm_up, len(adapters)
+    )
     return Service(
         options,
         lambda: tokenizer,
         [partial(EngineThread, partial(load, backend), worker) for backend in backends],
         functions=functions,
+        adapters=adapters,
+        fetch_adapter=lambda _name, source: Path(source),
         before=before,
         on_death=on_death,
     )

@@ -125,7 +125,15 @@ def test_every_parameter_arrives() -> None:
     assert request.prompt_ids == [5], "without BOS"
     default = GenerationRequest("", ())
     same = {name for name, value in vars(request).items() if value == vars(default)[name]}
-    others = {"adapter", "client_id", "given_ids", "prompt_name", "most_name", "seed"}
+    others = {
+        "adapter",
+        "adapter_name",
+        "client_id",
+        "given_ids",
+        "prompt_name",
+        "most_name",
+        "seed",
+    }
     others |= {"shown_ids", "trace"}
     assert same == others, "give the others another value"
     assert vars(request.sampling) == {**SAMPLED, "min_new_tokens": 3}
@@ -295,7 +303,10 @@ def test_an_empty_body_has_the_shape_of_its_path() -> None:
         ({"best_of": 2, "top_k": 5, "stream": True}, "not answered by a stream"),
         ({"num_beams": 2}, "'num_beams' is not supported"),
         ({"top_n_tokens": 21}, "'top_n_tokens' is 21; expected an integer from 0 to 20"),
-        ({"adapter_id": "a"}, "'adapter_id' is not supported"),
+        (
+            {"adapter_id": "a"},
+            "adapter_id names 'a', which is no adapter of this model; it has none",
+        ),
         ({"frequency_penalty": 3}, "frequency_penalty is 3; expected a number from -2 to 2"),
         ({"decoder_input_details": True, "stream": True}, "not answered by a stream"),
         ({"truncation_side": "top"}, '\'truncation_side\' is a string; expected "left" or "right"'),
@@ -333,17 +344,23 @@ def test_values_that_change_nothing_are_accepted() -> None:
         with_parameters(num_beams=True)
 
 
-@pytest.mark.parametrize("name", ["adapters", "cached_prompt"])
-def test_fields_for_what_is_not_supported(name: str) -> None:
-    assert parse({"inputs": "<5>", name: None}).requests
-    with pytest.raises(UnsupportedParameterError, match=f"{name} is not supported"):
-        parse({"inputs": "<5>", name: "a"})
+def test_a_field_for_what_is_not_supported() -> None:
+    assert parse({"inputs": "<5>", "cached_prompt": None}).requests
+    with pytest.raises(UnsupportedParameterError, match="cached_prompt is not supported"):
+        parse({"inputs": "<5>", "cached_prompt": "a"})
 
 
-def test_an_adapter_by_header_is_refused() -> None:
-    headers = {"x-amzn-sagemaker-adapter-identifier": "a"}
-    with pytest.raises(UnsupportedParameterError, match="adapter-identifier"):
-        parse({"inputs": "<5>"}, headers=headers)
+def test_an_adapter_of_a_model_without_adapters_is_refused() -> None:
+    for more, headers in (
+        ({"adapters": "a"}, {}),
+        ({"adapters": ["a"]}, {}),
+        ({}, {"x-amzn-sagemaker-adapter-identifier": "a"}),
+    ):
+        with pytest.raises(
+            RequestError, match=r"names 'a', which is no adapter.*option\.enable_lora"
+        ):
+            parse({"inputs": "<5>", **more}, headers=headers)
+    assert parse({"inputs": "<5>", "adapters": None}).request.adapter == 0
 
 
 def answer_of(parsed: ParsedRequest, logprobs: Sequence[float] = (-1.0,)) -> Any:

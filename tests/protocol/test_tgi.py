@@ -207,7 +207,7 @@ def test_the_best_sequence_has_the_most_likely_tokens() -> None:
         ({"inputs": ["<5>"]}, "inputs is a list"),
         ({"inputs": "<5>", "parameters": {"temperature": 0}}, "temperature is 0"),
         ({"inputs": "<5>", "parameters": {"typical_p": 1.5}}, "'typical_p' is 1.5; expected a"),
-        ({"inputs": "<5>", "adapters": "a"}, "unknown field 'adapters'"),
+        ({"inputs": "<5>", "adapters": "a"}, "adapters names 'a', which is no adapter"),
     ],
 )
 def test_bad_requests(body: dict[str, Any], says: str) -> None:

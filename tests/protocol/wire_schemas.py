@@ -1273,10 +1273,13 @@ def _model(content: bytes) -> Answer:
 
 
 def _check_model(record: Any) -> None:
-    """The reference's model, with vLLM's length."""
+    """The reference's model, with vLLM's length and family."""
     assert isinstance(record, dict)
-    _openai("Model", {key: value for key, value in record.items() if key != "max_model_len"})
+    others = {"max_model_len", "root", "parent"}
+    _openai("Model", {key: value for key, value in record.items() if key not in others})
     assert isinstance(record["max_model_len"], int)
+    assert isinstance(record["root"], str)
+    assert isinstance(record["parent"], (str, type(None)))
 
 
 def _refusal(content: bytes, kind: Any) -> Answer:
