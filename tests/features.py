@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -104,9 +105,8 @@ def questions(
 
 def save_adapter(folder: Path, seed: int) -> Any:
     """Write an adapter of random weights; returns peft's model with it."""
-    import peft
-
-    base = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
     config = peft.LoraConfig(
         r=4 * seed, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
@@ -122,7 +122,7 @@ def save_adapter(folder: Path, seed: int) -> Any:
 
 def base_model() -> Any:
     """The example model of transformers."""
-    return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval()
 
 
 def prepared(

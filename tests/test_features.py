@@ -19,7 +19,6 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
-pytest.importorskip("peft", reason="needs peft")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 
 from tests.clients.answers import FORMS, SSE, judge
@@ -40,6 +39,7 @@ NXDI = {
     "context_length_estimate": "128",
     "max_rolling_batch_size": "4",
 }
+DEVICE = {"on_device_generation": "true", "output_logits": "true"}
 CACHED = ("cached_prompt_tokens_total",)
 DRAFTS = ("drafts_total", "accepted_draft_tokens_total")
 LOOKUP = {"ngram_prompt_lookup_max": "3", "speculative_length": "3"}
@@ -47,6 +47,7 @@ FEATURES: Mapping[str, Feature] = {
     "cpu prefixes, look-up": Feature(
         {**CPU, **LOOKUP, "enable_prefix_caching": "true"}, CACHED + DRAFTS
     ),
+    "nxdi ahead": Feature({**NXDI, **DEVICE, "async_execution": "true"}),
 }
 """Backend and feature."""
 
