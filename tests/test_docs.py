@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from djl_python_neuronx import cli
+from djl_python_neuronx.config.keywords import OPTIONS, RESERVED
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.protocol.neutral import NEUTRAL, OF_MESSAGES, OF_RESPONSES, WITHOUT_EFFECT
 from djl_python_neuronx.protocol.openai_chat import ChatParameters
@@ -93,6 +94,7 @@ def test_each_finish_reason_is_documented(reason: FinishReason) -> None:
     assert f"`{reason.value}`" in line
 
 
+WORDS = {"", "yes", "no", "planned", "?"}
 NAMED = r"`((?:djl_python_neuronx|tests|tools|docs|benchmarks|configs|constraints|\.ci)/[\w./-]*)"
 SHORT = r"`((?:config|planning|loading|artifacts|engine|backends|protocol|server)/[\w./-]*)"
 
@@ -142,6 +144,29 @@ def test_the_support_matrix_has_what_was_run() -> None:
     assert cells["2.28.1"] == ["3.10, 3.11, 3.12", "2.26", "2.23", "2.9", "0.8", "–", "4.57", "yes"]
     assert cells["2.25.0"] == ["3.10, 3.11", "2.23", "2.20", "2.7", "0.5", "0.13", "4.51", "yes"]
     assert cells["2.23.0"][4] == "0.3, not served"
+
+
+def test_features_of_nxd_inference_name_options_and_tests() -> None:
+    """Served ones were run in a test, or not for a reason; pairs of features are judged."""
+    text = (ROOT / "docs/nxdi.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Features of the library\n")[2]
+    features, pairs = section.partition("\n## Combinations\n")[::2]
+    rows = [line.strip("| ").split(" | ") for line in features.splitlines() if line[:2] == "| "]
+    known = {*ServingOptions.model_fields, *OPTIONS, *RESERVED, "NEURON_RANK_ID"}
+    wrong = []
+    for name, option, state, *test in [row for row in rows if len(row) > 2][2:]:
+        tests = re.findall(r"`(\w+)`", "".join(test))
+        missing = [
+            one for one in tests if not (ROOT / f"tests/backends/test_nxdi_{one}.py").exists()
+        ]
+        named = {*re.findall(r"`(\w+)", option)} <= known
+        if missing or not named or (state.startswith("served") and not "".join(test).strip("| ")):
+            wrong.append(name)
+    assert len(rows) > 35
+    assert wrong == []
+    table = [line for line in pairs.partition("\n## ")[0].splitlines() if line[:2] == "| "]
+    cells = {cell.strip() for line in table[2:] for cell in line.strip("|").split("|")[1:]}
+    assert cells <= WORDS
 
 
 def test_the_life_of_an_option_has_at_most_12_files() -> None:

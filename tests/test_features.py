@@ -48,6 +48,7 @@ FEATURES: Mapping[str, Feature] = {
         {**CPU, **LOOKUP, "enable_prefix_caching": "true"}, CACHED + DRAFTS
     ),
     "nxdi ahead": Feature({**NXDI, **DEVICE, "async_execution": "true"}),
+    "nxdi look-up": Feature({**NXDI, **LOOKUP}, DRAFTS),
 }
 """Backend and feature."""
 
