@@ -165,7 +165,7 @@ def test_features_of_nxd_inference_name_options_and_tests() -> None:
     assert len(rows) > 35
     assert wrong == []
     table = [line for line in pairs.partition("\n## ")[0].splitlines() if line[:2] == "| "]
-    cells = {cell.strip() for line in table[2:] for cell in line.strip("|").split("|")[1:]}
+    cells = {cell.split(":")[0].strip() for row in table[2:] for cell in row.split("|")[2:]}
     assert cells <= WORDS
 
 

@@ -78,6 +78,15 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, s
 class Server(Embedded):
     """The embedded server, with what it counts."""
 
+    def wait_ready(self) -> None:
+        """Wait for it longer than for a model on a CPU: it compiles, and imports the library twice."""
+        wait_until(lambda: not self.alive or self._is_ready(), lambda: self.said, 600)
+        assert self.alive, self.said
+
+    def _is_ready(self) -> bool:
+        time.sleep(1)
+        return self.send("GET", "/ping", b"", {}, time.monotonic() + 60).status == 200
+
     def metric(self, name: str) -> float:
         """Return the sum of a metric's samples."""
         text = self.send("GET", "/metrics", b"", {}, time.monotonic() + 60).data.decode()
@@ -138,7 +147,7 @@ def test_every_answer_is_right_or_an_error_that_is_seen(
 
         found = server.outcomes(asked, draw, meanwhile=kill)
         assert all(each == "right" or each.startswith("error") for each in found), found
-        wait_until(lambda: engines(server.front) not in ([], [engine]), lambda: server.said)
+        wait_until(lambda: "engine_restarted" in server.log_text, lambda: server.said, 300)
         found = server.outcomes(asked, draw)
         assert {*found} == {"right"}, found
         assert server.metric("engine_deaths_total") == 1
