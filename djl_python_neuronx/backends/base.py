@@ -88,6 +88,9 @@ class ModelSpec:
     (see `Sequence.take`)."""
     prefix_block: int = 0
     """Tokens that a prompt's prefix is reused by; 0: no prefix is ever reused (see `Backend.cached`)."""
+    prefix_buckets: tuple[int, ...] = ()
+    """Ascending lengths of reused prefixes that prompt graphs exist for, each with those of `prefill_buckets`; empty:
+    these do not depend on the prefix."""
     simulated: bool = False
     """No model runs, and all answers are made up."""
     num_adapters: int = 0

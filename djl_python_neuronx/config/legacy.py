@@ -80,14 +80,13 @@ NOT_SERVED: Final[Mapping[str, NotServed]] = {
     # Options, which transformers-neuronx serves.
     **dict.fromkeys(("quantize", "kv_cache_quantize"), NotServed()),
     "speculative_draft_model": NotServed(needed_by=("speculative_length", "draft_model_tp_size")),
-    "is_block_kv_layout": NotServed(needed_by=("pa_block_size", "pa_num_blocks")),
-    # Keywords: of prefix caching, the library's own speculation and its own quantisation.
+    # Keywords: of the library's own speculation and its own quantisation.
     **dict.fromkeys(("enable_eagle_speculation", "eagle_rolling_buffer_kernel_enabled"), _SWITCH),
     **dict.fromkeys(("enable_eagle_draft_input_norm", "is_eagle3"), _SWITCH),
-    **dict.fromkeys(("is_prefix_caching", "is_medusa"), _SWITCH),
+    "is_medusa": _SWITCH,
     **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), NotServed(harmless=0)),
     **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), _SWITCH),
-    **dict.fromkeys(("prefix_buckets", "token_tree_config", "medusa_tree"), NotServed()),
+    **dict.fromkeys(("token_tree_config", "medusa_tree"), NotServed()),
     **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), NotServed()),
     **dict.fromkeys(("modules_to_not_convert", "draft_model_modules_to_not_convert"), NotServed()),
     **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), NotServed()),

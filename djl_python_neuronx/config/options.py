@@ -325,10 +325,19 @@ class BatchingOptions(OptionGroup):
     decode_interleave: Annotated[Count, Option()] = 1
     """Decode steps between two prefills while sequences are running. Higher values make running streams smoother and
     new requests wait longer."""
-    enable_prefix_caching: Annotated[bool | None, Option()] = None
+    enable_prefix_caching: Annotated[
+        bool | None,
+        Option(
+            to={"tnx": "init_cache_engine()", "nxdi": "is_prefix_caching"},
+            computed=True,
+            cpu=True,
+            graph=("nxdi",),
+        ),
+    ] = None
     """Reuse what the KV cache holds of a prompt's beginning, as of a conversation's turns before, instead of running it
-    again: with `cpu`, and in `tnx` with `enable_chunked_prefill`, whose blocks are shared. docs/security.md says who
-    shares what. Default: where it is possible."""
+    again: with `cpu`, in `tnx` with `enable_chunked_prefill`, whose blocks are shared, and in `nxdi` with `true`, which
+    keeps the cache in blocks and compiles more graphs (docs/nxdi.md, "Prefix caching"). docs/security.md says who
+    shares what. Default: where it costs no graphs, `cpu` and `tnx`."""
     native_sampling: Annotated[bool, Option(env=("DJL_NEURONX_NATIVE",))] = True
     """Sample with the compiled kernel, where the package has one. False: with numpy, which gives the same tokens."""
     sampling_threads: Annotated[Count | None, Option()] = None
@@ -449,18 +458,22 @@ class GraphOptions(OptionGroup):
         ),
     ] = None
     """Store the KV cache in blocks instead of one row per slot (paged attention). transformers-neuronx is served
-    with it for `enable_chunked_prefill` only, which implies it."""
+    with it for `enable_chunked_prefill` only, NxD Inference for `enable_prefix_caching` only, which imply it."""
     pa_block_size: Annotated[
         Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": SAME})
     ] = None
     """Tokens in a block of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` a power of two below
     `n_positions`. Default: at least 128, and large enough for at most 256 blocks, because graphs grow with their
-    number."""
+    number. For `enable_prefix_caching` a power of two that divides all lengths; default: 32 at most."""
     pa_num_blocks: Annotated[
         Count | None, Option(to={"tnx": "init_cache_engine()", "nxdi": SAME})
     ] = None
-    """Blocks of the KV cache; with `is_block_kv_layout`. For `enable_chunked_prefill` the default is what all slots
-    need at their full length, and fewer are an error."""
+    """Blocks of the KV cache; with `is_block_kv_layout`. The default is what all slots need at their full length, and
+    fewer are an error. With `enable_prefix_caching` further ones keep prefixes while all slots are in use."""
+    prefix_buckets: Annotated[Buckets | None, Option(to={"nxdi": SAME})] = None
+    """Lengths of a cached prefix to compile prompt graphs for, each with every one of `context_length_estimate`, and
+    those without a prefix; multiples of `pa_block_size`. With `enable_prefix_caching` in NxD Inference, which reads as
+    much of the cache as the smallest holds. Default: a quarter of what the longest prompt needs, and all."""
     enable_chunked_prefill: Annotated[
         bool,
         Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
+from itertools import pairwise, product
 
 from djl_python_neuronx.backends.base import ModelSpec, Step, Want
 from djl_python_neuronx.engine.batching import plain_rows
@@ -28,6 +28,7 @@ def warm_up(engine: Engine) -> tuple[Graph, ...]:
         _generate(engine, length, max_new_tokens)
     if spec.cache_buckets:
         _fill_caches(engine.runner)
+    _prefill_behind_prefixes(engine.runner)
     if spec.joins == "reprefill":
         # When a sequence joins, the others are prompts as long as they have become.
         _fill(engine.runner, 0, spec.max_model_len)
@@ -139,6 +140,30 @@ def _fill_caches(runner: Runner) -> None:
     backend.release(slots)
 
 
+def _prefill_behind_prefixes(runner: Runner) -> None:
+    """Run each prompt graph behind a prefix that only it holds (`ModelSpec.prefix_buckets`).
+
+    Raises:
+        ServingError: a graph does not run.
+    """
+    backend, spec = runner.backend, runner.backend.spec
+    most = spec.prefill_buckets[-1]
+    for (shorter, prefix), length in product(
+        pairwise((0, *spec.prefix_buckets)), spec.prefill_buckets
+    ):
+        end = min(prefix + length, spec.max_model_len)
+        start = end - length
+        if start > shorter:
+            backend.acquire(0, [0] * end, 0, f"warm-up-{prefix}-{length}")
+            for first, last in pairwise((*range(0, start, most), start, end)):
+                _write(runner, [0], last, [last - first], _wants(spec))
+            backend.release([0])
+
+
+def _wants(spec: ModelSpec) -> Want:
+    return Want.TOKENS if Want.TOKENS in spec.outputs else Want.LOGITS
+
+
 def _fill(runner: Runner, slot: int, end: int) -> None:
     """Write `end` tokens into a free slot, in chunks of the longest prompt.
 
@@ -158,7 +183,7 @@ def _decode_in(runner: Runner, slot: int) -> None:
         ServingError: a graph does not run.
     """
     backend, spec = runner.backend, runner.backend.spec
-    wants = Want.TOKENS if Want.TOKENS in spec.outputs else Want.LOGITS
+    wants = _wants(spec)
     longest = min(longest_prompt(spec), spec.max_model_len - 1)
     backend.acquire(slot, [0] * longest, 0, f"warm-up-{slot}")
     runner.run(Step(prefill=plain_rows([slot], [[0] * longest], [0], wants)))
@@ -167,10 +192,12 @@ def _decode_in(runner: Runner, slot: int) -> None:
     backend.release([slot])
 
 
-def _write(runner: Runner, slots: list[int], end: int, lens: list[int]) -> None:
+def _write(
+    runner: Runner, slots: list[int], end: int, lens: list[int], wants: Want = Want.NOTHING
+) -> None:
     """Run one call that writes chunks of these lengths, each up to position `end` of its slot."""
     starts = [end - length for length in lens]
-    rows = plain_rows(slots, [[0] * length for length in lens], starts, Want.NOTHING)
+    rows = plain_rows(slots, [[0] * length for length in lens], starts, wants)
     runner.run(Step(prefill=rows))
 
 

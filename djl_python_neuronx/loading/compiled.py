@@ -267,6 +267,7 @@ def _build(
         for risk in risks:
             level = logging.WARNING if risk.level == "warning" else logging.INFO
             logger.log(level, "compile_needed %s", risk.message)
+        risks.raise_errors()
 
     new = not (place.is_remote or place.origin == "default" or Path(place.neff_cache).is_dir())
     # A compiler's cache is made at its first use, but the variable may have a typing error.

@@ -10,7 +10,11 @@ from pathlib import Path
 
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan
-from djl_python_neuronx.errors import ArtifactNotFoundError, ConfigError
+from djl_python_neuronx.errors import (
+    ArtifactNotFoundError,
+    ConfigError,
+    IncompatibleOptionsError,
+)
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.planning.arguments import LibraryArguments, graph_lengths
@@ -92,10 +96,16 @@ def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozense
 
 
 def adapt_plan(prepared: Prepared, plan: LoadPlan, folder: Path) -> LoadPlan:
-    """Return the plan that loads the graphs in a folder that an option names."""
+    """Return the plan that loads the graphs in a folder that an option names.
+
+    Raises:
+        IncompatibleOptionsError: graphs of another program give wrong answers with an option.
+    """
     if has_own_graphs(folder):
         return plan
     case = replace(prepared.case, foreign_graphs=True)
     for finding in stored_findings(case):
+        if finding.level == "error":
+            raise IncompatibleOptionsError(prepared.resolved.describe(finding))
         logger.warning("option_finding %s", prepared.resolved.describe(finding))
     return replace(plan, arguments=library_arguments(case))

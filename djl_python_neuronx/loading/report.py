@@ -281,12 +281,13 @@ def _machine(prepared: Prepared) -> str:
 
 
 def _graphs(plan: ServingPlan) -> str:
-    kinds: dict[tuple[str, int], list[str]] = defaultdict(list)
+    kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for graph in plan.graphs:
-        kinds[graph.kind, graph.batch].append(str(graph.bucket))
+        kinds[graph.kind, graph.batch, graph.prefix].append(str(graph.bucket))
     return "; ".join(
         f"{kind} {', '.join(buckets)} x {rows}{' blocks' * (kind == 'mixed')}"
-        for (kind, rows), buckets in kinds.items()
+        f"{f' after {prefix} cached' if prefix else ''}"
+        for (kind, rows, prefix), buckets in kinds.items()
     )
 
 

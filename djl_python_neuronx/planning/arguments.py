@@ -27,6 +27,8 @@ class PlannedGraph:
     """Tokens: the prompt's for a prefill, the step's for a mixed one, the sequence's for the others."""
     batch: int
     """Rows of one call; of a mixed step the blocks of the KV cache that it reads."""
+    prefix: int = 0
+    """Tokens before the prompt's that a prefill reads from the KV cache."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ class CompilerDefect:
     """The way around it, as a sentence without a full stop."""
     sources: tuple[str, ...]
     """The public threads."""
+    refused: bool = False
+    """No plan like it is reported to compile: with a compiler that has the defect it is an error, unless
+    `allow_known_defects` is set."""
 
     @property
     def report(self) -> str:
@@ -69,7 +72,7 @@ class CompilerDefect:
 
 
 def known_defects(case: Case, compiler: str | None) -> Iterator[Finding]:
-    """Yield a warning for each defect that a compile of this case meets.
+    """Yield a warning for each defect that a compile of this case meets, or an error (see `CompilerDefect.refused`).
 
     `compiler`: its version; None, or no number: it is not known. Then those of all SDKs with a library that the backend
     drives count. A defect that the newest of them does not have is a note, and those of none of them are one note.
@@ -88,7 +91,10 @@ def known_defects(case: Case, compiler: str | None) -> Iterator[Finding]:
         )
         if any(has):
             problem = row.report if known else f"{row.report}. The compiler is not known here"
-            yield Finding(names, problem, "warning" if has[0] else "note")
+            if known and row.refused and not case.options.allow_known_defects:
+                yield Finding(names, f"{problem}; to try it, set allow_known_defects=true")
+            else:
+                yield Finding(names, problem, "warning" if has[0] else "note")
         elif not known:
             others.append(row.report)
     if others:

@@ -164,7 +164,7 @@ def _reading(memory: CoreMemory, device: DeviceInfo) -> str:
 def _blocks(case: Case) -> Iterator[Finding]:
     options = case.effective
     blocks, size = options.pa_num_blocks, options.pa_block_size
-    if not options.enable_chunked_prefill or not blocks or not size:
+    if not options.in_blocks or not blocks or not size:
         return
     used = blocks_of(options.max_model_len or 0, case.slots, size)
     need = (
@@ -173,7 +173,7 @@ def _blocks(case: Case) -> Iterator[Finding]:
     if blocks < used:
         problem = f"{need}; leave it out, or lower max_rolling_batch_size or n_positions"
         yield Finding(("pa_num_blocks",), problem)
-    elif blocks > used:
+    elif blocks > used and not options.enable_prefix_caching:
         yield Finding(
             ("pa_num_blocks",), f"{need}; the others are never used, leave it out", "warning"
         )

@@ -96,13 +96,6 @@ _REQUESTS = (
     when(_prompts_too_long, context_length_estimate=ANY, n_positions=ANY).refuse(
         "the longest prompt does not fit into n_positions; lower it or raise n_positions"
     ),
-    when(
-        enable_prefix_caching=True,
-        enable_chunked_prefill=UNSET,
-        model_loader={"auto", "tnx", "nxdi"},
-    ).note(
-        "no effect on Neuron: only transformers-neuronx shares prefixes, in blocks; set enable_chunked_prefill=true"
-    ),
     when(rolling_batch_strategy=SET, rolling_batch="disable", async_mode=False).note(
         "no effect: DJL Serving sends one call at a time, so no request joins a running batch; set rolling_batch=tnx "
         "or async_mode=true, or leave rolling_batch_strategy out"

@@ -287,7 +287,7 @@ BATCHING = {
     "scheduling_policy": choice("fcfs", "priority"),
     "fairness_key": Row((("api_key", "api_key"), ("USER", "user"), *NONE), ("", "key", 7, True)),
     "decode_interleave": count(),
-    "enable_prefix_caching": optional_flag(),
+    "enable_prefix_caching": optional_flag(BACKEND, BACKEND),
     "native_sampling": flag(env=("DJL_NEURONX_NATIVE",)),
     "sampling_threads": Row((("3", 3), (3, 3), *NONE), COUNT_BAD),
     "max_join_wait_ms": Row(
@@ -475,6 +475,7 @@ GRAPHS = {
     ),
     "pa_block_size": count(BACKEND, "pa_block_size"),
     "pa_num_blocks": count(BACKEND, "pa_num_blocks"),
+    "prefix_buckets": lengths(REFUSED, config(prefix_buckets=[256, 512, 1024])),
     "enable_chunked_prefill": flag(
         _shared(optimized_paged_attention=True, max_model_len=2048, enable_chunked_prefill=True),
         REFUSED,

@@ -27,7 +27,7 @@ SECTION = {
 }
 """Option name to its part of the page."""
 LATER = {
-    *("quantize", "kv_cache_quantize", "is_block_kv_layout", "pa_block_size", "pa_num_blocks"),
+    *("quantize", "kv_cache_quantize"),
     *("speculative_draft_model", "speculative_length", "draft_model_tp_size"),
 }
 """Options that NxD Inference serves in a later version, or that have no effect without these."""

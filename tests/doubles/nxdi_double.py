@@ -69,6 +69,7 @@ class NeuronConfig:
         self.context_encoding_buckets = kwargs.pop("context_encoding_buckets", None)
         self.token_generation_buckets = kwargs.pop("token_generation_buckets", None)
         self.token_generation_batches = kwargs.pop("token_generation_batches", None)
+        self.is_prefix_caching = kwargs.pop("is_prefix_caching", False)
         self.tp_degree = kwargs.pop("tp_degree", 1)
         self.pp_degree = kwargs.pop("pp_degree", 1)
         self.ep_degree = kwargs.pop("ep_degree", 1)

@@ -116,6 +116,25 @@ def checked(tmp_path, monkeypatch, loader, model, machine, degree, compiler, opt
     return run(folder(tmp_path, config=config), machine=machine, **given)
 
 
+@pytest.mark.parametrize("machine", ["inf2.8xlarge", "trn1.32xlarge", "trn2.3xlarge"])
+@pytest.mark.parametrize("compiler", [None, "2.19.8089.0", "2.23.6484.0", "2.24.5133.0"])
+def test_a_plan_that_no_thread_saw_compile_is_refused_unless_it_is_accepted(
+    tmp_path, monkeypatch, machine, compiler
+):
+    caching = {"enable_prefix_caching": "true", "n_positions": "1024"}
+    given = "nxdi", "TinyLlama", machine, 2, compiler
+    levels = {}
+    for name, more in {"": {}, "accepted": {"allow_known_defects": "true"}}.items():
+        place = tmp_path / f"model{name}"
+        place.mkdir()
+        report = checked(place, monkeypatch, *given, {**caching, **more})
+        levels[name] = [one.level for one in report.findings if SDK + "1304" in one.message]
+    hit = machine != "trn2.3xlarge" and compiler in {None, "2.23.6484.0"}
+    unsure = ["note"] if compiler is None else ["warning"]
+    refused = ["error"] if compiler else unsure
+    assert levels == ({"": refused, "accepted": unsure} if hit else {"": [], "accepted": []})
+
+
 def test_each_thread_names_its_defect_and_cure_and_nothing_beside_it(tmp_path, monkeypatch):
     wrong = []
     for number, (thread, *settings, cure, change) in enumerate(THREADS):

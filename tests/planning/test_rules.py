@@ -119,12 +119,6 @@ GENERAL = [
         breaks={"rolling_batch_strategy": "continuous_batching", "rolling_batch": "disable"},
         mends={"async_mode": True},
     ),
-    Row(
-        "enable_prefix_caching",
-        "note",
-        breaks={"enable_prefix_caching": True, "model_loader": "tnx"},
-        mends={"enable_chunked_prefill": True},
-    ),
     Row("model_loader", "note", breaks={"model_loader": "optimum"}, mends={"model_loader": "auto"}),
     Row("model_loader", "note", breaks={"model_loader": "vllm"}, mends={"model_loader": "tnx"}),
     Row(
@@ -371,6 +365,7 @@ TNX = [
         mends={"n_positions": (512,)},
     ),
     Row("is_block_kv_layout", "error", breaks={"is_block_kv_layout": True}, mends=CHUNKS),
+    Row("enable_prefix_caching", "note", breaks={"enable_prefix_caching": True}, mends=CHUNKS),
     Row(
         "enable_chunked_prefill",
         "error",
@@ -543,7 +538,6 @@ LATER = {
     "quantize": "static_int8",
     "kv_cache_quantize": "int8",
     "speculative_draft_model": "draft",
-    "is_block_kv_layout": True,
 }
 _OF_DRAFTS: dict[str, tuple[object, object]] = {
     "on_device_generation": ({}, None),
@@ -595,6 +589,46 @@ NXDI = [
             ),
             ({"speculative_length": 7, "n_positions": "9,64"}, {"n_positions": "10,64"}),
         )
+    ),
+    Row(
+        "is_block_kv_layout",
+        "error",
+        breaks={"is_block_kv_layout": True},
+        mends={"enable_prefix_caching": True},
+    ),
+    Row(
+        "enable_prefix_caching",
+        "error",
+        breaks={"enable_prefix_caching": True, "is_block_kv_layout": False},
+        mends={"is_block_kv_layout": True},
+    ),
+    Row(
+        "prefix_buckets",
+        "warning",
+        breaks={"prefix_buckets": (128,)},
+        mends={"enable_prefix_caching": True},
+    ),
+    Row(
+        "enable_prefix_caching",
+        "error",
+        breaks={"enable_prefix_caching": True, "rolling_batch_strategy": "naive_rolling_batch"},
+        mends={"rolling_batch_strategy": "continuous_batching"},
+    ),
+    *(
+        Row(name, "error", breaks={**more, name: value, "enable_prefix_caching": True}, mends=off)
+        for name, value, more in (
+            ("token_generation_batches", (1,), CORES),
+            ("k_cache_transposed", True, {}),
+            ("shard_over_sequence", True, {}),
+            ("attention_dp_degree", 2, CORES),
+            ("cp_degree", 2, CORES),
+            ("windowed_context_encoding_size", 128, {}),
+            ("attn_block_tkg_nki_kernel_enabled", True, {}),
+            ("kv_cache_quantize", "int8", {}),
+            ("enable_lora", True, {}),
+            ("speculative_draft_model", "draft", {}),
+        )
+        for off in ({"enable_prefix_caching": None},)
     ),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
     Row(

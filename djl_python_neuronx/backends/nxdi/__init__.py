@@ -89,9 +89,12 @@ def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:
             application.load(str(compiled), skip_warmup=True)
         # Not at the top: it imports torch, and check must not.
         from djl_python_neuronx.backends.nxdi.batching import ContinuousBackend, StaticBackend
+        from djl_python_neuronx.backends.nxdi.paged import PagedBackend
 
-        continuous = application.neuron_config.is_continuous_batching or plan.num_slots == 1
-        backend = (ContinuousBackend if continuous else StaticBackend)(application, plan)
+        config = application.neuron_config
+        continuous = config.is_continuous_batching or plan.num_slots == 1
+        kind = PagedBackend if config.is_prefix_caching else ContinuousBackend
+        backend = (kind if continuous else StaticBackend)(application, plan)
         for place, folder in enumerate(plan.lora.adapters if plan.lora else (), 1):
             backend.set_adapter(place, folder)
     logger.info(

@@ -66,7 +66,7 @@ class ContinuousBackend(SlotBackend):
         if doubtful and not self._rolls:
             try:
                 with torch.inference_mode():
-                    Mender(self._model, slot, self._filled).mend(doubtful, self._blank)
+                    self._mender(slot).mend(doubtful, self._blank)
             except Exception as error:
                 raise of_step(error, f"clearing slot {slot}") from error
         self._doubts.forget(slot)
@@ -112,14 +112,14 @@ class ContinuousBackend(SlotBackend):
     def _decode(self, rows: Rows) -> StepOutput:
         slots, spoilt = rows.slots, self._spoilt_rows(rows)
         self._newest.keep(slots, rows.input_ids[:, 0], rows.starts, rows.sampling)
-        newest = self._newest.first(self._model.num_rows(int(slots[-1])))
+        ids, positions, sampling = self._newest.first(self._model.num_rows(int(slots[-1])))
         if (width := rows.input_ids.shape[1]) > 1:
-            ids, positions, sampling = newest
             ids = np.pad(ids, ((0, 0), (0, width - 1)))
             ids[slots] = rows.input_ids
             output = self._model.verify(ids, positions, sampling)
             return self._answer(output, rows, rows.starts + width)
-        output = self._model.decode(*newest, rows)
+        placed = self._placed(positions, rows)
+        output = self._model.decode(ids, positions, sampling, rows, **placed)
         found = self._answer(output, rows, rows.starts + self._model.num_written)
         if found.ids is not None:
             found.ids[spoilt] = -1
@@ -129,10 +129,19 @@ class ContinuousBackend(SlotBackend):
         """Return bool[B]: rows whose device samples from NaN, which no logits show. Not in a ring: trying writes."""
         tried = rows.wants == self.spec.outputs == Want.TOKENS and not self._rolls
         slots = self._doubts.repeating(rows.slots) if tried else []
-        spoilt = [
-            slot for slot in slots if Mender(self._model, slot, self._filled).is_row_spoiled()
-        ]
+        spoilt = [slot for slot in slots if self._mender(slot).is_row_spoiled()]
         return np.isin(rows.slots, spoilt)
+
+    def _mender(self, slot: int) -> Mender:
+        return Mender(self._model, slot, self._filled, self._placed)
+
+    def _placed(
+        self,
+        positions: Int32Array,  # noqa: ARG002
+        rows: Rows | None = None,  # noqa: ARG002
+    ) -> dict[str, torch.Tensor]:
+        """Return the inputs of a cache in blocks for a decode at `positions`, which writes `rows`, or nothing."""
+        return {}
 
     def _answer(self, output: Any, rows: Rows, ends: Int32Array | int) -> StepOutput:  # noqa: ANN401
         """Return the output of `rows`; `ends`: see `Doubts.note`."""

@@ -9,7 +9,7 @@ import torch
 
 from djl_python_neuronx.backends.base import Float32Array, Int32Array, ModelSpec, Rows, Want
 from djl_python_neuronx.backends.nxdi.ahead import StepAhead
-from djl_python_neuronx.backends.nxdi.spec import lengths
+from djl_python_neuronx.backends.nxdi.spec import prompt_lengths
 from djl_python_neuronx.backends.shapes import choose_bucket
 
 
@@ -25,7 +25,7 @@ class Calls:
         """`application`: loaded."""
         self.application = application
         self.spec = spec
-        self.prompt_buckets = lengths(application.context_encoding_model)
+        self.prompt_buckets = prompt_lengths(application)
         self._batches = spec.decode_slots or (spec.num_slots,)
         self._seq_ids = torch.arange(spec.num_slots, dtype=torch.int32)
         self._columns = np.arange(spec.max_model_len, dtype=np.int32)
@@ -79,10 +79,54 @@ class Calls:
         )
         self.prefill(slots, ids, np.full_like(slots, length), sampling, np.zeros_like(slots))
 
-    def decode(
-        self, ids: Int32Array, positions: Int32Array, sampling: Float32Array, rows: Rows
+    def prompt(
+        self,
+        slot: int,
+        ids: Int32Array,
+        start: int,
+        places: Int32Array,
+        table: Int32Array,
+        sampling: Float32Array,
     ) -> Any:  # noqa: ANN401
-        """Return the output for the newest tokens of the first slots; `rows`: those of them that the step is for."""
+        """Return the output for a prompt in blocks, int32[L], of which the blocks of `table` have `start` tokens.
+
+        `places`: int32[L - start], where each of the others is written.
+        """
+        positions, mask = np.arange(len(ids), dtype=np.int32), np.ones((1, len(ids)), np.int32)
+        if len(ids) == 1:
+            # As in `prefill`. The graph is filled, so that the library pads nothing; it takes that of 512 tokens for
+            # all from 257 on.
+            width = self.prompt_bucket(512 if 256 < self.prompt_buckets[0] <= 512 else 1)
+            ids, positions = np.repeat(ids, width), np.zeros(width, np.int32)
+            mask, places = (
+                np.ones((1, width), np.int32),
+                np.pad(places, (0, width - 1), constant_values=-1),
+            )
+        lens = torch.tensor([[len(ids)], [start]], dtype=torch.int32)
+        return self._call(
+            ids[None].copy(),
+            mask,
+            positions[None],
+            sampling,
+            torch.tensor([slot], dtype=torch.int32),
+            slot_mapping=torch.from_numpy(places[None]),
+            block_table=torch.from_numpy(table[None].copy()),
+            full_context_lens=lens[:1],
+            computed_context_lens=lens[1:],
+        )
+
+    def decode(
+        self,
+        ids: Int32Array,
+        positions: Int32Array,
+        sampling: Float32Array,
+        rows: Rows,
+        **blocks: torch.Tensor,
+    ) -> Any:  # noqa: ANN401
+        """Return the output for the newest tokens of the first slots; `rows`: those of them that the step is for.
+
+        `blocks`: inputs of a cache in blocks.
+        """
         width = choose_bucket(int(positions.max()) + 1, self.spec.token_buckets) - 1
         if self._ahead is not None:
             # One column less than a bucket would keep every step synchronous.
@@ -92,7 +136,8 @@ class Calls:
             else:
                 self._ahead.drop(alone=True)
         mask = (self._columns[:width] < positions).astype(np.int32)
-        output = self._call(ids, mask, positions, sampling.copy(), self._seq_ids[: len(ids)])
+        seq_ids = self._seq_ids[: len(ids)]
+        output = self._call(ids, mask, positions, sampling.copy(), seq_ids, **blocks)
         if self._ahead is not None:
             self._ahead.note(output.tokens.reshape(-1, 1).numpy(), positions, sampling)
         return output
@@ -109,7 +154,9 @@ class Calls:
         places = (positions + np.arange(width)).astype(np.int32)
         return self._call(ids, mask, places, sampling, self._seq_ids[: len(ids)])
 
-    def decode_alone(self, token_id: int, positions: Int32Array, length: int) -> Any:  # noqa: ANN401
+    def decode_alone(
+        self, token_id: int, positions: Int32Array, length: int, **blocks: torch.Tensor
+    ) -> Any:  # noqa: ANN401
         """Return the output where the same token is at `positions`, int32[B, 1], of the first slots.
 
         It attends to position 0 and to itself, with a graph for `length` columns.
@@ -120,7 +167,7 @@ class Calls:
         if self._ahead is not None:
             self._ahead.drop(alone=True)
         ids, sampling = np.full_like(positions, token_id), np.ones((len(positions), 3), np.float32)
-        return self._call(ids, mask, positions, sampling, self._seq_ids[: len(ids)])
+        return self._call(ids, mask, positions, sampling, self._seq_ids[: len(ids)], **blocks)
 
     def _call(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 from djl_python_neuronx.backends.neuron import check_keywords, import_library
 from djl_python_neuronx.backends.nxdi.contrib.application import contributed
+from djl_python_neuronx.backends.nxdi.masks import mask_prefixes
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
 from djl_python_neuronx.errors import (
@@ -71,6 +72,8 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     _translate(configuration, plan)
     made = find_class(configuration.model_type)
     neuron_config = _neuron_config(made, keywords)
+    if neuron_config.is_prefix_caching:
+        mask_prefixes()
     adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
     config = made.get_config_cls()(
         neuron_config, load_config=adapter.load_pretrained_config(hf_config=configuration)

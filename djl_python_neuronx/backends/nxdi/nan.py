@@ -7,7 +7,7 @@ reads nothing and writes its whole bucket, so an earlier sequence spoils a later
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Doubts:
         """Every slot is clean."""
         self._first = np.zeros(num_slots, np.int64)
         self._end = np.zeros(num_slots, np.int64)
-        self._newest = np.zeros(num_slots, np.int32)
+        self._newest = np.full(num_slots, -1, np.int32)
         self._repeats = np.zeros(num_slots, np.int32)
 
     def note(self, rows: Rows, ends: Int32Array | int, output: StepOutput) -> None:
@@ -52,8 +52,9 @@ class Doubts:
             healthy = np.asarray(finite.all(axis=1) & finite.any(axis=1))
         elif output.ids is not None and output.ids.shape[1]:
             ids, clean = output.ids[:, 0], written - 1
-            same = (rows.starts > 0) & (ids == self._newest[slots])
-            healthy = (rows.starts > 0) & ~same & (ids >= 0)
+            later = (rows.starts > 0) & (self._newest[slots] >= 0)
+            same = later & (ids == self._newest[slots])
+            healthy = later & ~same & (ids >= 0)
             self._newest[slots] = ids
             self._repeats[slots] = np.where(same, self._repeats[slots] + 1, 0)
         first, end = clean, clean
@@ -81,17 +82,31 @@ class Doubts:
         """Return the doubtful positions of a slot that a prompt of this bucket does not overwrite."""
         return range(max(int(self._first[slot]), bucket), int(self._end[slot]))
 
-    def forget(self, slot: int) -> None:
-        """Mark a slot as clean."""
-        self._first[slot] = self._end[slot] = 0
+    def proven(self, slots: Int32Array) -> npt.NDArray[np.int64]:
+        """Return int64[B]: the first positions of these slots that are known not to be NaN."""
+        return self._first[slots]
+
+    def forget(self, slot: int, proven: int = 0) -> None:
+        """Mark a slot as clean, which another sequence begins in, behind its first `proven` positions."""
+        self._first[slot] = self._end[slot] = proven
+        self._newest[slot] = -1
 
 
 class Mender:
     """Finds NaN in the cache of a slot, and overwrites it in that of a free one."""
 
-    def __init__(self, calls: Calls, slot: int, filled: npt.NDArray[np.int64]) -> None:
-        """`filled`: the tokens that each slot holds; every other slot's calls write where its next token does."""
-        self._calls, self._slot = calls, slot
+    def __init__(
+        self,
+        calls: Calls,
+        slot: int,
+        filled: npt.NDArray[np.int64],
+        placed: Callable[[Int32Array], Mapping[str, Any]],
+    ) -> None:
+        """`filled`: the tokens that each slot holds; every other slot's calls write where its next token does.
+
+        `placed` returns the inputs of a cache in blocks.
+        """
+        self._calls, self._slot, self._placed = calls, slot, placed
         newest = np.clip(filled[: calls.num_rows(slot)], FREE, calls.spec.max_model_len - 1)
         self._positions = newest[:, None].astype(np.int32)
 
@@ -133,4 +148,4 @@ class Mender:
     def _decode(self, token_id: int, position: int, length: int) -> Any:  # noqa: ANN401
         positions = self._positions.copy()
         positions[self._slot] = position
-        return self._calls.decode_alone(token_id, positions, length)
+        return self._calls.decode_alone(token_id, positions, length, **self._placed(positions))

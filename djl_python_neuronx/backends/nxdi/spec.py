@@ -20,7 +20,7 @@ def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  #
     sampling = config.on_device_sampling_config
     dynamic = sampling is not None and sampling.dynamic
     vocab_size = int(application.config.vocab_size)
-    buckets = wrapper.neuron_config.buckets
+    buckets = [] if config.is_prefix_caching else wrapper.neuron_config.buckets
     batches = {plan.num_slots, *(b[0] for b in buckets if isinstance(b, list))}
     outputs = Want.LOGITS if sampling is None else Want.TOKENS
     if config.output_logits:
@@ -42,6 +42,20 @@ def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  #
         changes_adapters=plan.lora is not None,
         **of_mode,
     )
+
+
+def prompt_lengths(application: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the lengths of new tokens that prompt graphs exist for, ascending."""
+    wrapper = application.context_encoding_model
+    if not application.neuron_config.is_prefix_caching:
+        return lengths(wrapper)
+    return tuple(sorted({length for length, _ in wrapper.neuron_config.buckets}))
+
+
+def prefix_lengths(application: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the lengths of prefixes that graphs of an application with prefix caching exist for, ascending; not 0."""
+    buckets = application.context_encoding_model.neuron_config.buckets
+    return tuple(sorted({prefix for _, prefix in buckets if prefix}))
 
 
 def lengths(wrapper: Any) -> tuple[int, ...]:  # noqa: ANN401

@@ -6,6 +6,7 @@ Source: neuronx-distributed-inference 0.9.0, models/config.py, models/model_wrap
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import ceil, log2
 
 from djl_python_neuronx.config.options import ServingOptions
@@ -13,6 +14,7 @@ from djl_python_neuronx.config.values import SMALLEST_BUCKET
 from djl_python_neuronx.planning.arguments import (
     LibraryArguments,
     PlannedGraph,
+    blocks_of,
     degree_of,
     environment_of,
     handed_through,
@@ -20,10 +22,13 @@ from djl_python_neuronx.planning.arguments import (
     plain,
     put,
 )
+from djl_python_neuronx.planning.capabilities import round_up
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.lora import MODULES
 
 _LARGEST_TOP_K = 256
+BLOCK_SIZE = 32
+"""Largest default of `pa_block_size`."""
 
 
 def write_arguments(case: Case) -> LibraryArguments:
@@ -45,6 +50,7 @@ def write_arguments(case: Case) -> LibraryArguments:
     if case.lookahead:
         config["speculation_length"] = options.speculative_length + 1
     config.update(_batches(options, case.continuous_batching))
+    config.update(_blocks(case))
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
     override(config, options)
@@ -55,16 +61,34 @@ def graphs(case: Case) -> Iterator[PlannedGraph]:
     """Return the graphs that the library compiles.
 
     Source: neuronx-distributed-inference 0.9, modules/autobucketing.py: a prefill graph for each context length; a
-    decode graph for each token length and number of sequences.
+    decode graph for each token length and number of sequences. With prefix caching each prefill graph again for each
+    length of a prefix.
     """
     options, slots = case.effective, case.slots
     rows = 1 if case.continuous_batching else slots
-    yield from (PlannedGraph("prefill", prompt, rows) for prompt in _prompts(case))
+    for prefix, prompt in product((0, *prefixes(case)), _prompts(case)):
+        yield PlannedGraph("prefill", prompt, rows, prefix)
     lengths = _decodes(case)
     if case.lookahead:
         yield from (PlannedGraph("speculation", length, slots) for length in lengths)
     for size in sorted({*(options.token_generation_batches or ()), slots}):
         yield from (PlannedGraph("decode", length, size) for length in lengths)
+
+
+def prefixes(case: Case) -> tuple[int, ...]:
+    """Return the lengths of a cached prefix to compile for; none without prefix caching.
+
+    By default the longest one that the library reads, and a quarter: of a prompt it runs at least as many tokens as the
+    shortest prefill graph has.
+    """
+    options, prompts = case.effective, _prompts(case)
+    if not options.enable_prefix_caching or not prompts:
+        return ()
+    if options.prefix_buckets:
+        return options.prefix_buckets
+    step = max(options.pa_block_size or 1, SMALLEST_BUCKET)
+    longest = round_up(max(prompts[-1] - prompts[0], 1), step)
+    return tuple(sorted({round_up(longest // 4, step) or step, longest}))
 
 
 def library_buckets(limit: int) -> list[int]:
@@ -119,6 +143,24 @@ def _batches(options: ServingOptions, continuous: bool) -> dict[str, object]:
         # A prefill graph of continuous batching takes one row (kv_cache_manager.py asserts it).
         batches.update(ctx_batch_size=1, is_continuous_batching=True)
     return batches
+
+
+def _blocks(case: Case) -> dict[str, object]:
+    """Keywords of prefix caching, the one use of a KV cache in blocks. The library adds a block for padding."""
+    options = case.effective
+    limit, slots, size = (
+        options.max_model_len,
+        options.max_rolling_batch_size,
+        options.pa_block_size,
+    )
+    if not options.enable_prefix_caching or limit is None or slots is None or size is None:
+        return {}
+    return {
+        "is_block_kv_layout": True,
+        "is_prefix_caching": True,
+        "pa_num_blocks": options.pa_num_blocks or blocks_of(limit, slots, size),
+        "prefix_buckets": [*prefixes(case)],
+    }
 
 
 def _sampling(options: ServingOptions) -> dict[str, object] | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Final
 
+from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.planning.capabilities import Heads, round_up
 from djl_python_neuronx.planning.case import Case, Filled, NeuronBackend
 from djl_python_neuronx.planning.model import ModelFacts
-from djl_python_neuronx.planning.nxdi.arguments import graphs, write_arguments
+from djl_python_neuronx.planning.nxdi.arguments import BLOCK_SIZE, graphs, write_arguments
 from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
 from djl_python_neuronx.planning.nxdi.contrib_rules import WITH_CODE
 from djl_python_neuronx.planning.nxdi.rules import LATER, NXDI_RULES, findings
@@ -24,12 +27,37 @@ def _padded_heads(model: ModelFacts, degree: int, _strategy: str | None, _slots:
     return Heads(query, degree if degree % kv_heads == 0 else query)
 
 
-def _fill(case: Case, _positions: int, _slots: int) -> Filled:
-    """Return static batches where requests come in batches: one call prefills all their prompts."""
-    if case.options.rolling_batch_strategy is not None or not case.collected or case.lookahead:
+def _fill(case: Case, positions: int, _slots: int) -> Filled:
+    """Return the blocks of prefix caching.
+
+    Without it: static batches where requests come in batches, as one call prefills all their prompts.
+    """
+    options = case.options
+    if case.effective.enable_prefix_caching:
+        filled: Filled = {}
+        if options.is_block_kv_layout is None:
+            filled["is_block_kv_layout"] = True, "prefixes are shared in blocks"
+        if options.pa_block_size is None:
+            size = math.gcd(BLOCK_SIZE, positions, *(options.token_buckets or ()))
+            filled["pa_block_size"] = (
+                size,
+                f"a power of two that divides n_positions, at most {BLOCK_SIZE}",
+            )
+        return filled
+    if options.rolling_batch_strategy is not None or not case.collected or case.lookahead:
         return {}
     why = "one call prefills the batch that DJL Serving collects"
     return {"rolling_batch_strategy": ("naive_rolling_batch", why)}
+
+
+def _stored_findings(case: Case) -> Iterator[Finding]:
+    """Source: backends/nxdi/masks.py."""
+    if case.foreign_graphs and case.effective.enable_prefix_caching:
+        problem = (
+            "another program compiled the graphs, which may weigh what is behind a prefix too: answers would be "
+            "wrong; compile the model again, or leave it out"
+        )
+        yield Finding(("enable_prefix_caching",), problem)
 
 
 LIBRARY: Final = NeuronBackend(
@@ -44,6 +72,7 @@ LIBRARY: Final = NeuronBackend(
     write_arguments=write_arguments,
     graphs=graphs,
     fill=_fill,
+    stored_findings=_stored_findings,
     # Source: neuronx-distributed-inference 0.9: torch traces modules of neuronx-distributed through torch-neuronx.
     traced_with=("neuronx-distributed", "torch", "torch-neuronx", "transformers"),
     not_served=REFUSED,

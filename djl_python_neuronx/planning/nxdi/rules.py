@@ -12,13 +12,13 @@ from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, a
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
 from djl_python_neuronx.config.legacy import NOT_SERVED
 from djl_python_neuronx.config.options import ServingOptions
-from djl_python_neuronx.config.values import join_words, shortened
+from djl_python_neuronx.config.values import SMALLEST_BUCKET, join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.lora import MODULES
 from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, versions
-from djl_python_neuronx.planning.nxdi.arguments import graphs, write_arguments
+from djl_python_neuronx.planning.nxdi.arguments import graphs, prefixes, write_arguments
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
@@ -165,6 +165,18 @@ _EXCLUDE = {
     ),
     # Source: modules/kvcache: a group has its share of the graph's rows, but the cache of its share of all slots.
     "attention_dp_degree token_generation_batches": "groups of cores get rows of slots in another group's cache",
+    # Source: models/config.py, models/model_base.py and modules/kvcache/block_kv_cache_manager.py.
+    "token_generation_batches enable_prefix_caching": "NxD Inference has graphs for fewer slots without blocks alone",
+    "k_cache_transposed enable_prefix_caching": "keys in blocks are not transposed",
+    **{
+        f"{name} enable_prefix_caching": "never run together here, and NxD Inference divides no blocks"
+        for name in ("shard_over_sequence", "attention_dp_degree", "cp_degree", _WINDOW)
+    },
+    **{
+        f"{name} enable_prefix_caching": "never run together here"
+        for name in ("attn_block_tkg_nki_kernel_enabled", "enable_lora", "kv_cache_quantize")
+    },
+    "speculative_draft_model enable_prefix_caching": "drafts are verified without blocks alone",
 }
 """Two options that exclude each other -> why."""
 _PAIRS = (
@@ -179,6 +191,20 @@ _PAIRS = (
         )
         for pair, reason in _EXCLUDE.items()
         for name, other in [pair.split()]
+    ),
+)
+_PREFIXES = (
+    when(is_block_kv_layout=True, enable_prefix_caching={None, False}).refuse(
+        "with NxD Inference blocks are for prefix caching alone; set enable_prefix_caching=true, or leave it out"
+    ),
+    when(enable_prefix_caching=True, is_block_kv_layout=False).refuse(
+        "prefixes are shared in blocks; leave is_block_kv_layout out, or set it to true"
+    ),
+    when(prefix_buckets=SET, enable_prefix_caching={None, False}).warn(
+        "no effect without prefix caching; set enable_prefix_caching=true, or leave it out"
+    ),
+    when(enable_prefix_caching=True, rolling_batch_strategy="naive_rolling_batch").refuse(
+        "a static batch prefills all its prompts again; leave rolling_batch_strategy out, or prefix caching"
     ),
 )
 _KERNELS = (
@@ -276,6 +302,7 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_LATER,
     *_DEGREES,
     *_PAIRS,
+    *_PREFIXES,
     *_KERNELS,
     *_BATCHES,
     *_SAMPLING,
@@ -335,6 +362,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _window(case)
     yield from _flash_decoding(case)
     yield from _lora(case)
+    yield from _prefix_caching(case)
     keywords = write_arguments(case).neuron_config
     yield from _no_kernels(case, keywords)
     yield from drafts.findings(case)
@@ -361,6 +389,35 @@ def _window(case: Case) -> Iterator[Finding]:
     elif window is not None and size not in {None, window}:
         problem = f"prompts of this model are prefilled by its sliding window of {window} tokens; set {window}"
         yield Finding((_WINDOW,), problem)
+
+
+def _prefix_caching(case: Case) -> Iterator[Finding]:
+    """Source: models/model_wrapper.py, modules/kvcache/block_kv_cache_manager.py and modules/attention."""
+    name, options = "enable_prefix_caching", case.effective
+    if not options.enable_prefix_caching:
+        return
+    prompts, size = options.context_length_estimate or (0,), options.pa_block_size or 1
+    longest = prompts[-1] - prompts[0]
+    if case.rolling_cache or case.model.model_type == "gpt_oss":
+        problem = (
+            "blocks hold no sliding window; leave it out, or set n_positions to the window at most"
+        )
+        yield Finding((name, "n_positions"), problem)
+    if prompts[0] < SMALLEST_BUCKET:
+        problem = f"a prompt graph for fewer than {SMALLEST_BUCKET} tokens would take a prefix for a decode; raise it"
+        yield Finding((_PROMPTS, name), problem)
+    elif not longest:
+        problem = "with one length each prompt runs whole; set a shorter one too, or leave prefix caching out"
+        yield Finding((_PROMPTS, name), problem)
+    uneven = [one for one in (*(options.token_buckets or ()), *prefixes(case)) if one % size]
+    if size & (size - 1) or uneven:
+        problem = f"a power of two that divides n_positions and prefix_buckets is expected, and not {size}"
+        yield Finding(("pa_block_size", "n_positions", "prefix_buckets"), problem)
+    if max(prefixes(case), default=0) < longest:
+        problem = (
+            f"the longest prompt has up to {longest} cached tokens: the last must be at least that"
+        )
+        yield Finding(("prefix_buckets", _PROMPTS), problem)
 
 
 def _flash_decoding(case: Case) -> Iterator[Finding]:

@@ -54,6 +54,10 @@ def _one_block(options: ServingOptions) -> bool:
 
 # Seen on the real library, tiny llamas; Source: llama/hlo.py, layers/attention_utils.py and generation.py.
 _CHUNKS: tuple[Rule, ...] = (
+    when(enable_prefix_caching=True, enable_chunked_prefill=UNSET).note(
+        "no effect: transformers-neuronx shares prefixes in blocks alone; set enable_chunked_prefill=true, or leave it "
+        "out"
+    ),
     when(is_block_kv_layout=True, enable_chunked_prefill=UNSET).refuse(
         "only chunked prefill uses a KV cache in blocks; set enable_chunked_prefill=true, or leave is_block_kv_layout "
         "out"
