@@ -24,13 +24,14 @@ from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import longest_prompt
+from djl_python_neuronx.engine.speculation import NgramProposer
 from djl_python_neuronx.planning import case as planning
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.machines import named
 from djl_python_neuronx.planning.memory import core_memory
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.types import GenerationRequest
-from tests.backends.nxdi_plans import VARIANTS, loaded, nxdi_plan
+from tests.backends.nxdi_plans import VARIANTS, loaded, log_lines, nxdi_plan
 from tests.backends.tnx_engine import assert_greedy
 from tests.doubles.tiny_models import load_reference, save_tiny_model
 
@@ -88,7 +89,8 @@ def plan_of(
         "lora_target_modules": case.targets,
         "lora_shard_linear_layer": shards,
     }
-    return nxdi_plan(case.folder, tp=tp, facts={"lora": lora}, **options, **more)
+    facts = {"lora": lora, "num_speculative_tokens": more.get("speculative_length", 0)}
+    return nxdi_plan(case.folder, tp=tp, facts=facts, **options, **more)
 
 
 def planned_bytes(case: Case, plan: LoadPlan, shards: bool) -> int:
@@ -114,7 +116,8 @@ def planned_bytes(case: Case, plan: LoadPlan, shards: bool) -> int:
 
 def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns: int = 12) -> None:
     """Random requests for random places; an adapter changes as soon as none of its place runs. Judges every token."""
-    draw, engine = random.Random(seed), Engine(backend)
+    proposer = NgramProposer(backend.spec, 2) if backend.spec.num_speculative_tokens else None
+    draw, engine = random.Random(seed), Engine(backend, proposer=proposer)
     asked: dict[str, tuple[str | None, list[int]]] = {}
     found: dict[str, list[int]] = defaultdict(list)
     swaps = 0
@@ -167,6 +170,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     # Four cores: a head is padded behind each KV head's three, and two cores have the same KV head.
     "padded heads": ("llama", SIX_HEADS, {"tp": 4, "shards": False}),
     "static batches": ("qwen3", {}, {"continuous": False, "prefill_buckets": (8, 47)}),
+    "drafts": ("llama", {}, {"ngram_prompt_lookup_max": 2, "speculative_length": 3}),
     "one slot": ("llama-mha", {}, {"num_slots": 1}),
     "a window": ("mistral-window", {}, {}),
     "experts": ("mixtral", {}, {"tp": 2}),
@@ -175,8 +179,12 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_row_gets_its_own_adapter_beside_the_others(tmp_path: Path, name: str) -> None:
+def test_each_row_gets_its_own_adapter_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Random traffic for three places whose adapters change meanwhile."""
+    log = tmp_path / "rig.log"
+    monkeypatch.setenv("NXDI_RIG_LOG", str(log))
     variant, settings, more = CASES[name]
     case = make(tmp_path, variant, **settings)
     taken: dict[int, str | None] = {1: "wide", 2: "narrow", 3: None}
@@ -188,6 +196,8 @@ def test_each_row_gets_its_own_adapter_beside_the_others(tmp_path: Path, name: s
         assert sum(sizes) == planned_bytes(case, plan, more.get("shards", True))
         for seed in range(2):
             run(backend, case, taken, seed)
+    ran = {line["model"] for line in log_lines(log, "run")}
+    assert ("speculation_model" in ran) == (name == "drafts")
 
 
 def test_a_compiled_output_takes_any_adapters(tmp_path: Path) -> None:

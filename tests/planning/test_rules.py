@@ -548,7 +548,6 @@ _OF_DRAFTS: dict[str, tuple[object, object]] = {
     "attention_dp_degree": (2, 1),
     "cp_degree": (2, 1),
     "enable_prefix_caching": (True, None),
-    "enable_lora": (True, False),
     "nxdi_model_code": ("code", None),
 }
 """Option to a value that excludes drafts of the engine, and one that does not."""

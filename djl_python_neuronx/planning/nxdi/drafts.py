@@ -21,7 +21,6 @@ _EXCLUDED = {
     "attention_dp_degree": (above(1), "it was not run with drafts"),
     "cp_degree": (above(1), "it was not run with drafts"),
     "enable_prefix_caching": (True, "drafts are verified without blocks alone"),
-    "enable_lora": (True, "adapters were not run with drafts"),
     "nxdi_model_code": (SET, "code of a model was run without drafts alone"),
 }
 """Option to the values that exclude drafts, and why."""
