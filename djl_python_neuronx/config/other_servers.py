@@ -102,6 +102,7 @@ ADVICE: Final = {
             "set OPTION_MODEL_LOADER=nxdi, or tnx": "VLLM_NEURON_FRAMEWORK",
             "set OPTION_STEP_TIMEOUT": "VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
             "set OPTION_KEEP_ALIVE_TIMEOUT": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+            "set OPTION_ADAPTER_SOURCES and OPTION_ADMIN_PORT": "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
             "the host samples unless OPTION_ON_DEVICE_GENERATION is set": "NEURON_ON_DEVICE_SAMPLING_DISABLED",
             "write djl-neuronx serve --drain SECONDS": "GRACEFUL_TERMINATION_TIMEOUT",
             "write djl-neuronx serve --host ADDRESS --port PORT": "host port PORT",

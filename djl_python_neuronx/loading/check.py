@@ -47,6 +47,13 @@ class Report:
     """Reasons why a valid plan could not be loaded here and now."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model and of its adapters, as far as they are known."""
+        names = () if self.resolved is None else self.resolved.options.model_names
+        adapters = () if self.prepared is None else self.prepared.adapters
+        return (*names, *(one.name for one in adapters))
+
+    @property
     def ok(self) -> bool:
         """True if there are no errors."""
         return not self.findings.errors
@@ -155,11 +162,11 @@ def _conflicts(reports: Sequence[Report]) -> Iterator[str]:
         if not resolved.options.engine_process:
             why = "each of several models needs its own process; leave it out"
             yield f"{target}: {resolved.describe(Finding(('engine_process',), why))}"
-    for name in dict.fromkeys(name for _, each in read for name in each.options.model_names):
-        named = [target for target, each in read if name in each.options.model_names]
+    for name in dict.fromkeys(name for report in reports for name in report.names):
+        named = [report.target for report in reports if name in report.names]
         if len(named) > 1:
             fix = "set option.model_name in each folder, or option.replicas for copies of one model"
-            yield f"{join_words(named)} are models named {name!r}; {fix}"
+            yield f"{join_words(named)} are models named {name!r}, or have such an adapter; {fix}"
     for (one, first), (other, second) in product(read[:1], read[1:]):
         for name in ServerOptions.model_fields:
             value, another = (getattr(each.options, name) for each in (first, second))

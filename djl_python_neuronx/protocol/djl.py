@@ -280,7 +280,7 @@ def read(row: Input) -> tuple[bytes, dict[str, str]]:
     """Body and lower-case headers. Java's random `seed` item is ignored: the engine draws its own seeds."""
     headers = {name.lower(): str(value) for name, value in row.get_properties().items()}
     if row.contains_key("adapter"):  # of the query; workflows of DJL Serving add it, too
-        headers.setdefault(ADAPTER, row.get_as_string("adapter"))
+        headers.setdefault(ADAPTER, bytes(row.get_as_bytes("adapter")).decode(errors="replace"))
     return bytes(row.get_as_bytes() or b""), headers
 
 

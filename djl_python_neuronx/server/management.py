@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from djl_python_neuronx.errors import RequestError
 from djl_python_neuronx.protocol import decode
 from djl_python_neuronx.protocol.parameters import Flag, RequestModel, Text, validated
 from djl_python_neuronx.server.app import Application
@@ -41,9 +42,13 @@ def routes(application: Application) -> list[Route]:
         async with application.bodies.read(request, application.max_body_bytes) as content:
             payload = decode(content, {}, request.url.path)
         body = validated(AdapterBody, payload, application.options)
-        adapters = application.find(body.base_model_name).ready().adapters
+        model = application.find(body.base_model_name)
+        adapters = model.ready().adapters
         work, word = partial(adapters.unregister, body.lora_name), "removed"
         if request.url.path == _LOAD:
+            if body.lora_name in {*application.model_names} - {*model.names}:
+                msg = f"another model, or an adapter of it, is named {body.lora_name!r}; choose another name"
+                raise RequestError(msg, param="lora_name")
             replaces, word = body.load_inplace, "added"
             work = partial(adapters.register, body.lora_name, body.lora_path, replaces=replaces)
         await asyncio.to_thread(work)

@@ -1245,6 +1245,14 @@ class TestSeveral:
         assert f"{targets[0]}, {targets[1]} and {targets[2]} are models named 'm'" in error
         assert "option.replicas for copies" in error
 
+    def test_a_name_of_a_model_and_an_adapter_of_another_is_an_error(self, tmp_path):
+        lora = "option.model_name=a\noption.enable_lora=true\noption.adapters=m=owner/name"
+        targets = models(tmp_path, ("llama-3-8b", "option.model_name=m"), ("llama-3-8b", lora))
+        (error,) = run_all(targets, model_loader="sim").findings.messages("error")
+        assert (
+            f"{targets[0]} and {targets[1]} are models named 'm', or have such an adapter" in error
+        )
+
     def test_errors_of_several_models_name_them(self, tmp_path):
         targets = models(
             tmp_path, ("llama-3-8b", "option.dtype=int3"), ("tinyllama-1.1b", "option.rolling=x")

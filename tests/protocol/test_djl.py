@@ -204,6 +204,16 @@ def test_tokens_that_came_between_calls_travel_together(backend, door, service):
     assert len(caller.data(0).splitlines()) == 20
 
 
+def test_the_adapter_of_a_query_is_that_of_its_request():
+    """A content in Java; a header takes precedence over it, and it over the body."""
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": "two"}
+    for properties, wanted in (({}, "one"), (header, "two")):
+        inputs = single(b"{}")
+        inputs.properties |= properties
+        inputs.content.add("adapter", bytearray(b"one"))
+        assert djl.read(inputs) == (b"{}", {"x-amzn-sagemaker-adapter-identifier": wanted})
+
+
 def test_content_types_are_per_row(door, service):
     first = door.answer(call(0, [body([5], 1), body([6], 1, stream=True), b"{"]))
     wait_until_delivered(service, 2)

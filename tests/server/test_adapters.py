@@ -458,6 +458,34 @@ def test_a_reload_keeps_what_was_registered_meanwhile(caplog: pytest.LogCaptureF
             service.close()
 
 
+def test_several_models_share_no_name() -> None:
+    with held_port() as port:
+        applied = {"max_loras": PLACES, "adapter_sources": ["/"], "admin_port": port, "page": False}
+        models = [Model(name) for name in "ab"]
+        for model in models:
+            model.service = toy_service(ToyBackend(SPEC), model_name=model.names[0], **applied)
+        running = Running(Application(*models))
+        wait_until(lambda: len(running._server.servers) == 2)
+        server = Served(running, ToyBackend(SPEC), f"http://127.0.0.1:{port}")
+        for path, base, name, status in (
+            ("/a/one", "a", "x", 200),
+            ("/a/one", "b", "x", 400),
+            ("/a/one", "b", "a", 400),
+            ("/a/two", "b", "y", 200),
+            ("/a/two", None, "z", 400),
+        ):
+            payload = {"lora_path": path, "base_model_name": base, "lora_name": name}
+            assert server.change("load", **payload).status_code == status, payload
+        for name, folder in (("x", "one"), ("y", "two"), ("a", ""), ("b", "")):
+            answer = server.post("/v1/completions", {**OPENAI, "model": name}).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, text(folder))
+        assert server.change("unload", lora_name="x", base_model_name="a").status_code == 200
+        running.close()
+        for model in models:
+            for service in model.services:
+                service.close()
+
+
 def test_the_first_port_changes_nothing(toys: Served) -> None:
     for what in ("load", "unload"):
         found = toys.post(f"/v1/{what}_lora_adapter", {"lora_name": "one", "lora_path": "/a/x"})
