@@ -41,6 +41,7 @@ IN_DECODES = {
     "moe_tkg_ep_degree": 2,
 }
 WAYS: Mapping[str, tuple[str, int, Mapping[str, str]]] = {
+    "two cores as one": ("llama", 4, {"logical_nc_config": "2", "machine": "trn2.48xlarge"}),
     "sequences": ("llama", 4, {**SEQUENCES, "fuse_qkv": "true", "vocab_parallel": "true"}),
     "prompts": ("llama", 2, {"cp_degree": "2"}),
     "prompts, sequences": ("llama", 4, {**SEQUENCES, "cp_degree": "2", "mlp_cp_degree": "2"}),
@@ -75,14 +76,18 @@ def _groups() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_traffic_gives_what_transformers_gives(tmp_path: Path, name: str) -> None:
+def test_traffic_gives_what_transformers_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     model_type, degree, settings = WAYS[name]
+    settings = {"machine": "inf2.48xlarge", **settings}
+    if settings["machine"].startswith("trn2"):
+        monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     config = {"vocab_size": 96, **MODELS[model_type]}
     folder = save_tiny_model(model_type, tmp_path / "model", **config)
     made = obtained(
         folder,
         tmp_path,
-        machine="inf2.48xlarge",
         tensor_parallel_degree=str(degree),
         **settings,
     )
