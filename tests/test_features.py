@@ -44,9 +44,10 @@ CACHED = ("cached_prompt_tokens_total",)
 DRAFTS = ("drafts_total", "accepted_draft_tokens_total")
 LOOKUP = {"ngram_prompt_lookup_max": "3", "speculative_length": "3"}
 FEATURES: Mapping[str, Feature] = {
-    "cpu prefixes, look-up": Feature(
-        {**CPU, **LOOKUP, "enable_prefix_caching": "true"}, CACHED + DRAFTS
+    "cpu adapters, prefixes, look-up": Feature(
+        {**CPU, **LORA, **LOOKUP, "enable_prefix_caching": "true"}, CACHED + DRAFTS, ADAPTERS
     ),
+    "nxdi adapters": Feature({**NXDI, **LORA}, (), ADAPTERS),
     "nxdi ahead": Feature({**NXDI, **DEVICE, "async_execution": "true"}),
     "nxdi look-up": Feature({**NXDI, **LOOKUP}, DRAFTS),
 }
