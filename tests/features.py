@@ -25,7 +25,8 @@ SHARED = (
     "one two three four five six seven eight nine ten one two three four five six seven eight nine"
 )
 """Begins half of the prompts: a prefix to be read once."""
-NUM_QUESTIONS = 12
+NUM_QUESTIONS, LONGEST = 12, 100
+"""Questions to each model, and most tokens of their prompts."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def questions(
     for prompt in draw.sample(prompts(), len(prompts())):
         count = draw.randint(4, 40)
         ids = tokenizer(prompt).input_ids
+        if len(ids) > LONGEST:
+            continue
         with torch.no_grad():
             made = model.generate(
                 torch.tensor([ids]),
