@@ -237,7 +237,8 @@ class Backend(Protocol):
         Called between steps, while no sequence of the place lives. What is in the cache for the place is forgotten.
 
         Raises:
-            BackendError: the adapter cannot be loaded, or the backend changes none; the place has none then.
+            ArtifactError: the adapter cannot be read, or does not fit; the place has none then.
+            BackendError: the backend changes none.
         """
 
     def close(self) -> None:

@@ -239,7 +239,7 @@ class _Worker:
                 self._places |= {place} if folder is not None else set()
             except Exception as error:
                 logger.exception("adapter_failed place=%d folder=%s", place, folder)
-                failure = translate(error)
+                failure = error if isinstance(error, ServingError) else translate(error)
             self._link.send("adapter", number, encode_error(failure))
 
     def _fail(self, request_id: str, error: BaseException) -> None:

@@ -59,7 +59,8 @@ def find_adapters(
         _check(found, options, model)
     if options.lora_target_modules is None:
         modules = {name for one in found for name in one.modules}
-        chosen = tuple(name for name in MODULES if name in modules or not modules)
+        known = modules or {path.rpartition(".")[2] for path in layer_shapes(model.facts)}
+        chosen = tuple(name for name in MODULES if name in known)
         why = "default: those of the adapters" if modules else "default: all"
         settings = replace(
             settings,

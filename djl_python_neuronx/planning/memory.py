@@ -17,6 +17,7 @@ from djl_python_neuronx.planning.arguments import blocks_of
 from djl_python_neuronx.planning.capabilities import round_up
 from djl_python_neuronx.planning.case import Case, NeuronBackend
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
+from djl_python_neuronx.planning.lora import adapter_values
 from djl_python_neuronx.planning.machines import GIB, INSTANCES, legal_degrees, named
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.rules import OPEN
@@ -285,8 +286,11 @@ def _adapters(case: Case) -> int:
     whole. Source: neuronx-distributed-inference 0.9, modules/lora_serving/lora_layer.py, `weight` and `weight_active`.
     """
     options, model, degree = case.effective, case.model, case.degree
-    if not options.enable_lora or case.neuron is None:
+    if not options.enable_lora:
         return 0
+    if case.neuron is None:
+        values = adapter_values(model, options.max_lora_rank, options.lora_target_modules or ())
+        return options.max_loras * values * _widths(case)[0]
     padded = case.neuron.padded_heads(model, degree, None, case.slots)
     size, hidden, inner = (
         value or 0 for value in (model.head_dim, model.hidden_size, model.intermediate_size)

@@ -21,7 +21,7 @@ from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.backends.base import Backend, Step  # noqa: E402
 from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
-from djl_python_neuronx.errors import BackendError  # noqa: E402
+from djl_python_neuronx.errors import ArtifactError, BackendError  # noqa: E402
 from djl_python_neuronx.planning.lora import MODULES  # noqa: E402
 from djl_python_neuronx.types import EngineRequest  # noqa: E402
 from tests.backends.tnx_engine import assert_greedy  # noqa: E402
@@ -159,7 +159,7 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_the_place_empty(
     cases[write_adapter(tmp_path / "deep", layers=(0, 4))] = "layers.4"
     for folder, problem in cases.items():
         backend.set_adapter(1, plain)
-        with pytest.raises(BackendError, match=problem):
+        with pytest.raises(ArtifactError, match=problem):
             backend.set_adapter(1, folder)
         found = last_logits(backend, {0: prompt}, [1])[0]
         np.testing.assert_allclose(found, expected_logits(None, prompt), atol=2e-4)
@@ -169,5 +169,5 @@ def test_a_model_without_such_layers_serves_none(
     folders: Mapping[str, Path], tmp_path: Path
 ) -> None:
     model = save_tiny_model("gpt2", tmp_path / "gpt2", n_positions=128)
-    with pytest.raises(BackendError, match=r"layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(ArtifactError, match=r"layers\.0\.self_attn\.q_proj"):
         load(folders["plain"], model=model)

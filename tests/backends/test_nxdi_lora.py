@@ -43,7 +43,14 @@ MAX_RANK = 8
 ADAPTERS: Mapping[str, Mapping[str, Any]] = {
     "wide": {"r": 8, "lora_alpha": 4},
     "narrow": {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]},
-    "root": {"r": 4, "lora_alpha": 5, "use_rslora": True, "target_modules": ["o_proj", "k_proj"]},
+    "root": {
+        "r": 4,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": ["o_proj", "k_proj"],
+        "rank_pattern": {"k_proj": 2},
+        "alpha_pattern": {"o_proj": 9},
+    },
 }
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
 DEVICE = {"do_sample": True, "dynamic": True, "global_top_k": 16}

@@ -26,7 +26,6 @@ from djl_python_neuronx.backends.env import count_cores
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.shapes import choose_bucket
 from djl_python_neuronx.backends.slots import SlotBackend, make_spec
-from djl_python_neuronx.errors import ArtifactError, BackendError
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +88,7 @@ class CpuBackend(SlotBackend):
             self._set_adapter(place, folder)
 
     def _set_adapter(self, place: int, folder: Path | None) -> None:
-        try:
-            self._model.lora.set(place, folder)
-        except ArtifactError as error:
-            raise BackendError(str(error)) from error
+        self._model.lora.set(place, folder)
 
     def _reuse(self, source: int, slot: int, count: int) -> int:
         if source != slot:

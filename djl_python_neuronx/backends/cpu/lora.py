@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from djl_python_neuronx.artifacts import adapters
+from djl_python_neuronx.backends.adapters import read_matrices
 from djl_python_neuronx.backends.base import Int32Array
 from djl_python_neuronx.errors import ArtifactError
 
@@ -41,12 +40,9 @@ class Lora:
             places.pop(place, None)
         if folder is None:
             return
-        adapter, loaded = adapters.read(folder, folder.name), load_file(folder / adapters.WEIGHTS)
-        tensors = {adapters.part(name): tensor for name, tensor in loaded.items()}
-        found = {}
-        for layer in adapter.layers:
-            linear = dict(self._module.named_modules()).get(layer)
-            one, two = (tensors[layer, side] for side in "AB")
+        linears, found = dict(self._module.named_modules()), {}
+        for layer, (one, two, scaling) in read_matrices(folder).items():
+            linear = linears.get(layer)
             if not isinstance(linear, torch.nn.Linear) or linear.weight.shape != (
                 len(two),
                 one.shape[1],
@@ -57,7 +53,7 @@ class Lora:
                 self._matrices[layer] = {}
                 linear.register_forward_hook(partial(self._add, self._matrices[layer]))
             dtype = linear.weight.dtype
-            found[layer] = one.T.to(dtype), two.T.to(dtype), adapter.scaling(layer)
+            found[layer] = one.T.to(dtype), two.T.to(dtype), scaling
         for layer, matrices in found.items():
             self._matrices[layer][place] = matrices
 

@@ -11,33 +11,27 @@ as loaded: zero, which adds 0 to each output of the model's own layer.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+
+from djl_python_neuronx.backends.adapters import read_matrices
 
 _DIVIDED = re.compile(
     r"(?P<layer>layers\.\d+\.(?:self_attn|mlp)\.)(?:\w+\.)*?(?P<name>\w+_proj)\.(?P<kind>lora_[AB])\.weight"
 )
-_SAVED = re.compile(r"(layers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.(lora_[AB])\.weight$")
 _OF_ROWS = frozenset({"o_proj", "down_proj"})
 """Layers whose inputs are divided among the cores; of all others the outputs are."""
 
 
-def read_matrices(folder: Path) -> dict[str, torch.Tensor]:
+def scaled_matrices(folder: Path) -> dict[str, torch.Tensor]:
     """Return the matrices of a PEFT folder, as `Places.write` takes them."""
-    facts = json.loads((folder / "adapter_config.json").read_text())
     found = {}
-    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        if match := _SAVED.search(name):
-            key, kind = match.groups()
-            rank = facts["r"] ** 0.5 if facts.get("use_rslora") else facts["r"]
-            scale = facts["lora_alpha"] / rank if kind == "lora_A" else 1.0
-            found[f"{key}.{kind}"] = tensor.float() * scale
+    for layer, (one, two, scaling) in read_matrices(folder).items():
+        found[f"{layer}.lora_A"], found[f"{layer}.lora_B"] = one.float() * scaling, two.float()
     return found
 
 
