@@ -118,7 +118,8 @@ class Service:
         self.loaded_s = int(time.time())
         """Time of the load, in seconds of the clock."""
         self.files: frozenset[tuple[Path, int, int]] = frozenset()
-        """The model's files, each with size and time: another service with the same ones has the same model."""
+        """The files of the model and of its adapters, each with size and time: another service with the same ones has
+        the same model."""
 
     @classmethod
     def load(
@@ -174,7 +175,8 @@ class Service:
             progress=progress,
         )
         service.defaults = launch.defaults
-        service.files = _files(prepared.artifact.path)
+        folders = [prepared.artifact.path, *filter(Path.is_dir, launch.adapters.values())]
+        service.files = frozenset[tuple[Path, int, int]]().union(*map(_files, folders))
         if before is None:
             service.metrics["load_seconds"].set(time.monotonic() - started_s)
             spec = service.loop.spec
