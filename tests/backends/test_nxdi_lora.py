@@ -53,6 +53,12 @@ ADAPTERS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+IN_BLOCKS = {
+    "enable_prefix_caching": True,
+    "pa_block_size": 8,
+    "prefix_buckets": (64, 128),
+    "shape": (4, 384, (128, 256), (256, 384)),
+}
 DEVICE = {"do_sample": True, "dynamic": True, "global_top_k": 16}
 
 
@@ -97,7 +103,7 @@ def plan_of(
         "lora_shard_linear_layer": shards,
     }
     facts = {"lora": lora, "num_speculative_tokens": more.get("speculative_length", 0)}
-    return nxdi_plan(case.folder, tp=tp, facts=facts, **options, **more)
+    return nxdi_plan(case.folder, *more.pop("shape", ()), tp=tp, facts=facts, **options, **more)
 
 
 def planned_bytes(case: Case, plan: LoadPlan, shards: bool) -> int:
@@ -125,15 +131,17 @@ def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns
     """Random requests for random places; an adapter changes as soon as none of its place runs. Judges every token."""
     proposer = NgramProposer(backend.spec, 2) if backend.spec.num_speculative_tokens else None
     draw, engine = random.Random(seed), Engine(backend, proposer=proposer)
+    # With blocks, prompts begin alike: only those of one adapter may share.
+    begun = [[7] * 64, [7] * 40] if backend.spec.prefix_buckets else [[]]
     asked: dict[str, tuple[str | None, list[int]]] = {}
     found: dict[str, list[int]] = defaultdict(list)
     swaps = 0
     for turn in range(3 * turns):
         if turn < turns:
             place = draw.choice([0, *taken])
-            prompt = draw.choices(
-                range(3, 90), k=draw.choice((1, 2, 7, 8, 9, longest_prompt(backend.spec)))
-            )
+            longest = longest_prompt(backend.spec)
+            length = draw.choice((1, 2, 7, 8, 9, longest))
+            prompt = [*draw.choice(begun), *draw.choices(range(3, 90), k=length)][:longest]
             name = str(turn)
             asked[name] = taken.get(place), prompt
             engine.add(
@@ -152,6 +160,7 @@ def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns
                 assert output.error is None, output.error
                 found[output.request_id] += output.token_ids
     assert not engine.has_work
+    assert len(begun) == 1 or backend.cached([*begun[0], 3], 0), "no prefix is shared"
     assert swaps or backend.spec.num_slots == 1, "no adapter has changed while others ran"
     models: dict[str | None, Any] = {None: load_reference(case.folder)}
     changed = 0
@@ -178,6 +187,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "padded heads": ("llama", SIX_HEADS, {"tp": 4, "shards": False}),
     "static batches": ("qwen3", {}, {"continuous": False, "prefill_buckets": (8, 47)}),
     "drafts": ("llama", {}, {"ngram_prompt_lookup_max": 2, "speculative_length": 3}),
+    "shared prefixes": ("llama", {"max_position_embeddings": 384}, IN_BLOCKS),
     "one slot": ("llama-mha", {}, {"num_slots": 1}),
     "a window": ("mistral-window", {}, {}),
     "experts": ("mixtral", {}, {"tp": 2}),

@@ -301,6 +301,13 @@ RELEASES = [
         mends={"library_version": "0.8.16251"},
     ),
     Row(
+        "enable_prefix_caching",
+        "error",
+        says="takes no adapters with blocks",
+        breaks={**ADAPTERS, "enable_prefix_caching": True, "library_version": "0.7.14366"},
+        mends={"enable_prefix_caching": None},
+    ),
+    Row(
         "lora_target_modules",
         "error",
         says="no adapters of up_proj in a mistral; set some of q_proj, k_proj, v_proj and o_proj",

@@ -624,7 +624,6 @@ NXDI = [
             ("windowed_context_encoding_size", 128, {}),
             ("attn_block_tkg_nki_kernel_enabled", True, {}),
             ("kv_cache_quantize", "int8", {}),
-            ("enable_lora", True, {}),
             ("speculative_draft_model", "draft", {}),
         )
         for off in ({"enable_prefix_caching": None},)

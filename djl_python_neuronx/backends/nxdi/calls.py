@@ -65,11 +65,8 @@ class Calls:
         alone = lens <= 1
         tokens[alone], positions[alone] = tokens[alone, :1], 0
         mask = inside[:, : bucket - 1].astype(np.int32)
-        # Decodes need none: each slot keeps the matrices of its prompt's adapter.
-        places = {"adapter_ids": torch.from_numpy(adapters)} if self.spec.num_adapters else {}
-        return self._call(
-            tokens, mask, positions, sampling, torch.from_numpy(slots.copy()), **places
-        )
+        slot_ids, adapted = torch.from_numpy(slots.copy()), self._adapted(adapters)
+        return self._call(tokens, mask, positions, sampling, slot_ids, **adapted)
 
     def blank(self, slots: Int32Array, length: int) -> None:
         """Write the first columns of these slots."""
@@ -87,6 +84,7 @@ class Calls:
         places: Int32Array,
         table: Int32Array,
         sampling: Float32Array,
+        adapters: Int32Array,
     ) -> Any:  # noqa: ANN401
         """Return the output for a prompt in blocks, int32[L], of which the blocks of `table` have `start` tokens.
 
@@ -113,6 +111,7 @@ class Calls:
             block_table=torch.from_numpy(table[None].copy()),
             full_context_lens=lens[:1],
             computed_context_lens=lens[1:],
+            **self._adapted(adapters),
         )
 
     def decode(
@@ -168,6 +167,10 @@ class Calls:
             self._ahead.drop(alone=True)
         ids, sampling = np.full_like(positions, token_id), np.ones((len(positions), 3), np.float32)
         return self._call(ids, mask, positions, sampling, self._seq_ids[: len(ids)], **blocks)
+
+    def _adapted(self, adapters: Int32Array) -> dict[str, torch.Tensor]:
+        """Return the input of a prefill for adapters; decodes need none, as slots keep the matrices of their prompt."""
+        return {"adapter_ids": torch.from_numpy(adapters)} if self.spec.num_adapters else {}
 
     def _call(
         self,

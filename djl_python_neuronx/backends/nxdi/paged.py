@@ -102,7 +102,7 @@ class PagedBackend(ContinuousBackend):
         self._newest.keep(rows.slots, newest, np.array([end - 1]), rows.sampling)
         sampling = self._newest.sampling[rows.slots]
         ids, table = self._tokens[slot, :end], self._blocks.tables[slot]
-        output = self._prompt(slot, ids, start, table, sampling)
+        output = self._prompt(slot, ids, start, table, sampling, rows.adapters[:1].copy())
         return self._answer(output, rows, end)
 
     def _decode(self, rows: Rows) -> StepOutput:
@@ -135,14 +135,22 @@ class PagedBackend(ContinuousBackend):
             # A prompt without a prefix reads nothing.
             chosen = np.array(spoilt[first : first + most], np.int32)
             zeros, sampling = np.zeros(len(chosen) * size, np.int32), np.ones((1, 3), np.float32)
-            self._prompt(0, zeros, 0, chosen, sampling)
+            # A prompt of the first row's slot, which has its adapter before and after.
+            adapters = rows.adapters[:1].copy()
+            self._prompt(int(rows.slots[0]), zeros, 0, chosen, sampling, adapters)
             self._blocks.clean(chosen.tolist())
 
     def _prompt(
-        self, slot: int, ids: Int32Array, start: int, table: Int32Array, sampling: Float32Array
+        self,
+        slot: int,
+        ids: Int32Array,
+        start: int,
+        table: Int32Array,
+        sampling: Float32Array,
+        adapters: Int32Array,
     ) -> Any:  # noqa: ANN401
         """Return the output for a prompt, int32[L], whose first `start` tokens are in the blocks of `table` already."""
         positions = np.arange(start, len(ids), dtype=np.int32)
         size = self._blocks.size
         places = table[positions // size] * size + positions % size
-        return self._model.prompt(slot, ids, start, places, table, sampling)
+        return self._model.prompt(slot, ids, start, places, table, sampling, adapters)

@@ -174,7 +174,7 @@ _EXCLUDE = {
     },
     **{
         f"{name} enable_prefix_caching": "never run together here"
-        for name in ("attn_block_tkg_nki_kernel_enabled", "enable_lora", "kv_cache_quantize")
+        for name in ("attn_block_tkg_nki_kernel_enabled", "kv_cache_quantize")
     },
     "speculative_draft_model enable_prefix_caching": "drafts are verified without blocks alone",
 }
@@ -451,10 +451,20 @@ def _lora(case: Case) -> Iterator[Finding]:
     if options.lora_shard_linear_layer and (model.hidden_size or 0) % case.degree:
         problem = f"cores have to divide {model.hidden_size} columns evenly; leave it out"
         yield Finding(("lora_shard_linear_layer", _DEGREE), problem)
-    installed = case.library_version
-    if installed and versions.numbers(installed) < (0, 8) and model.config.get("attention_bias"):
-        problem = f"NxD Inference {installed} loses the biases of layers with adapters; install 0.8 or a later one"
+    if case.library_version and versions.numbers(case.library_version) < (0, 8):
+        yield from _before_0_8(case)
+
+
+def _before_0_8(case: Case) -> Iterator[Finding]:
+    name, fix = "enable_lora", "install 0.8 or a later one"
+    if case.model.config.get("attention_bias"):
+        problem = (
+            f"NxD Inference {case.library_version} loses the biases of layers with adapters; {fix}"
+        )
         yield Finding((name,), problem)
+    if case.effective.enable_prefix_caching:
+        problem = f"NxD Inference {case.library_version} takes no adapters with blocks; {fix}"
+        yield Finding((name, "enable_prefix_caching"), problem)
 
 
 def _no_kernels(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
