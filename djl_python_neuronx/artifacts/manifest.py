@@ -216,12 +216,16 @@ class Manifest(BaseModel):
         )
 
     def refreshed(self, folder: Path) -> Manifest:
-        """The same manifest with the present sizes and hashes of the files that it lists.
+        """The same manifest with the present sizes and hashes of the files that it lists, without those that are gone.
 
         Raises:
             OSError: a file cannot be read.
         """
-        return self.model_copy(update={"files": _entries(folder, list(self.files))})
+        return self.model_copy(
+            update={
+                "files": _entries(folder, [name for name in self.files if (folder / name).exists()])
+            }
+        )
 
 
 def _entries(folder: Path, names: Sequence[str]) -> dict[str, FileEntry]:

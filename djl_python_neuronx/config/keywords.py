@@ -102,6 +102,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     "enable_bucketing": (True, "without lengths; set seq_len or option.n_positions too"),
     "buckets": (None, "set context_encoding_buckets or token_generation_buckets"),
     "quantization_dtype": ("int8", "no effect without quantized=true; set that too"),
+    "quantized_checkpoints_path": (None, "quantised weights are stored beside the graphs"),
     "overrides_torch_dtype": (True, "torch_dtype always counts"),
     **dict.fromkeys(("world_size", "local_ranks_size"), (None, _HOSTS)),
     "start_rank_id": (0, _HOSTS),
@@ -231,11 +232,7 @@ def _divided(given: Mapping[str, Any], override: Setting) -> tuple[list[Setting]
 
 def _combined(keywords: Mapping[str, Any], positions: object) -> dict[str, Any]:
     """The keywords, those that mean something together as one. `positions`: `n_positions` of another source."""
-    given = dict(keywords)
-    quantized = truth(given.get("quantized"))
-    if quantized is not None:
-        dtype = given.pop("quantization_dtype", "int8")
-        given["quantized"] = dtype if quantized else None
+    given = _in_8_bits(keywords)
     tokens = parse_value("speculative_length", given.get("speculation_length"))
     if isinstance(tokens, int):
         given["speculation_length"] = max(tokens - 1, 0)  # the last is the large model's own
@@ -261,6 +258,21 @@ def _combined(keywords: Mapping[str, Any], positions: object) -> dict[str, Any]:
         if isinstance(shorter, tuple) and isinstance(longest, int) and shorter[-1] <= longest:
             given = {name: value for name, value in given.items() if name not in lengths}
             given[buckets] = sorted({*shorter, longest})
+    return given
+
+
+def _in_8_bits(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords, with NxDI's flags for weights and cache as the types that they are stored in."""
+    given = dict(keywords)
+    quantized = truth(given.get("quantized"))
+    if quantized is not None:
+        dtype = given.pop("quantization_dtype", "int8")
+        given["quantized"] = dtype if quantized else None
+    cache = truth(given.get("kv_cache_quant"))
+    if cache is not None:
+        del given["kv_cache_quant"]
+    if cache and not given.get("kv_quant_config"):
+        given["kv_quant_config"] = {}
     return given
 
 

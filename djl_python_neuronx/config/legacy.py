@@ -78,7 +78,6 @@ class NotServed(NamedTuple):
 _SWITCH = NotServed(harmless=False)
 NOT_SERVED: Final[Mapping[str, NotServed]] = {
     # Options, which transformers-neuronx serves.
-    **dict.fromkeys(("quantize", "kv_cache_quantize"), NotServed()),
     "speculative_draft_model": NotServed(needed_by=("speculative_length", "draft_model_tp_size")),
     # Keywords: of the library's own speculation and its own quantisation.
     **dict.fromkeys(("enable_eagle_speculation", "eagle_rolling_buffer_kernel_enabled"), _SWITCH),
@@ -88,10 +87,9 @@ NOT_SERVED: Final[Mapping[str, NotServed]] = {
     **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), _SWITCH),
     **dict.fromkeys(("token_tree_config", "medusa_tree"), NotServed()),
     **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), NotServed()),
-    **dict.fromkeys(("modules_to_not_convert", "draft_model_modules_to_not_convert"), NotServed()),
+    "draft_model_modules_to_not_convert": NotServed(),
     **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), NotServed()),
-    **dict.fromkeys(("quantization_scale_dtype", "quantization_type"), NotServed()),
-    "quantized_checkpoints_path": NotServed(),
+    "quantization_scale_dtype": NotServed(),
     "disable_kv_cache_tiling": _SWITCH,
 }
 """Features of NxD Inference that a later version serves, by option or, without one, by the library's keyword."""

@@ -105,6 +105,15 @@ class NxdiOptions(OptionGroup):
     """`config` casts every weight to `dtype`; `as-declared` keeps the types that the model's code declares."""
     attention_dtype: Annotated[Dtype | None, _FEATURE] = None
     """Type that attention computes in. A type other than `dtype` needs `cast_type=as-declared`."""
+    quantization_type: Annotated[
+        Literal["per_channel_symmetric", "per_tensor_symmetric"] | None,
+        _nxdi(tunes=False, computed=True),
+    ] = None
+    """Weights that share a scale with `quantize`: those of one output (the default here), or of a whole matrix (the
+    default of the library)."""
+    modules_to_not_convert: Annotated[Words | None, _nxdi(tunes=False, computed=True)] = None
+    """Parts of names of the layers that `quantize` leaves in `dtype`. Default: `lm_head`; with
+    `quantization_type=per_tensor_symmetric` the library knows no such layers."""
     is_mxfp4_compute: _Feature = None
     """Compute in MXFP4 with a checkpoint that is stored in it (gpt-oss)."""
 

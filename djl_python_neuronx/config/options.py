@@ -526,15 +526,16 @@ class PrecisionOptions(OptionGroup):
         ),
     ] = None
     """Store weights in 8 bits and compute in `dtype`: half the memory, half the memory traffic. TNX quantises while
-    loading, NxDI once before compiling."""
+    loading, NxDI once, when it compiles: docs/nxdi.md. Embeddings stay in `dtype`."""
     kv_cache_quantize: Annotated[
         EightBits | None,
         Option(
             allowed="int8 (s8) or fp8 (f8e4m3fn)",
             to={"tnx": "kv_cache_quant.quant_dtype", "nxdi": "kv_quant_config.quant_dtype"},
+            computed=True,
         ),
     ] = None
-    """Store the KV cache in 8 bits: twice as many tokens in the same memory."""
+    """Store the KV cache in 8 bits: twice as many tokens in the same memory. NxDI has fp8 only."""
     dequantize: Annotated[bool, Option(output="local")] = False
     """Convert a checkpoint that is quantised (AWQ, GPTQ, compressed-tensors, FP8) to bfloat16 before it is loaded:
     once, into the folder for downloads. `quantize` may quantise it again, for the device. Without it such checkpoints

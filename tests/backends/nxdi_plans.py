@@ -70,6 +70,12 @@ def save_variant(name: str, directory: Path, **settings: Any) -> Path:
     return save_tiny_model(model_type, directory, **{"vocab_size": 96, **own, **settings})
 
 
+def environ_of(store: Path) -> dict[str, str]:
+    """The variables of a start whose compiles and downloads are kept in a folder."""
+    cache, downloads = str(store / "cache"), str(store / "downloads")
+    return {**os.environ, "NEURON_COMPILE_CACHE_URL": cache, "DJL_CACHE_DIR": downloads}
+
+
 def obtained(
     folder: Path,
     store: Path,
@@ -82,22 +88,18 @@ def obtained(
 
     `here`: compile in this process, because another one would import the library again, for many seconds.
     """
-    environ = {
-        **os.environ,
-        "NEURON_COMPILE_CACHE_URL": str(store / "cache"),
-        "DJL_CACHE_DIR": str(store / "downloads"),
-    }
+    environ = environ_of(store)
     options = {**SETTINGS, **settings}
     prepared = prepare_or_raise(
         None, folder, environ=environ, overrides=options, machine=named(machine)
     )
     with pytest.MonkeyPatch.context() as patch:
         if here:
-            patch.setattr(graphs, "compile_guarded", _compile_here)
+            patch.setattr(graphs, "compile_guarded", compile_here)
         return obtain(prepared, lambda: TOKENIZER)
 
 
-def _compile_here(backend: str, plan: LoadPlan, target: Path, **_: object) -> None:
+def compile_here(backend: str, plan: LoadPlan, target: Path, **_: object) -> None:
     compiler = backends.compiler(backend)
     assert compiler is not None
     compiler.compile(plan, target)

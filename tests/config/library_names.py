@@ -324,5 +324,6 @@ NXDI_OTHER = frozenset({"fused_spec_config.draft_model_path"})
 
 VARIABLES = frozenset(
     {"NEURON_COMPILE_CACHE_URL", "NEURON_LOGICAL_NC_CONFIG", "XLA_HANDLE_SPECIAL_SCALAR"}
+    | {"UNSAFE_FP8FNCAST"}
 )
 """Environment variables that the libraries and the runtime read."""

@@ -506,7 +506,12 @@ PRECISION = {
         ),
         ("awq", "gptq", "int4", "bitsandbytes8", "", 8, ["int8"], {"int8": 1}, 1.5),
         config(quant={"quant_dtype": "s8", "dequant_dtype": "bf16"}),
-        BACKEND,
+        config(
+            quantized=True,
+            quantization_dtype="int8",
+            quantization_type="per_channel_symmetric",
+            modules_to_not_convert=["lm_head"],
+        ),
         also=("load_in_8bit", "neuron_quant"),
         env=("NEURON_QUANT",),
     ),
@@ -772,6 +777,18 @@ NXDI_ONLY = {
     ),
     "attention_dtype": Row(
         DTYPES, (*DTYPE_BAD, "auto"), REFUSED, config(attention_dtype="float16")
+    ),
+    "quantization_type": Row(
+        tuple((name, name) for name in ("per_channel_symmetric", "per_tensor_symmetric")),
+        ("blockwise_symmetric", "", 7),
+        REFUSED,
+        BACKEND,
+    ),
+    "modules_to_not_convert": Row(
+        (("lm_head,mlp", ("lm_head", "mlp")), ('["lm_head"]', ("lm_head",))),
+        WORD_LIST_BAD,
+        REFUSED,
+        BACKEND,
     ),
     "weights_to_skip_layout_optimization": Row(
         (('[".*lora.*"]', (".*lora.*",)), (".*a.*,b", (".*a.*", "b"))),

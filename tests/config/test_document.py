@@ -27,7 +27,6 @@ SECTION = {
 }
 """Option name to its part of the page."""
 LATER = {
-    *("quantize", "kv_cache_quantize"),
     *("speculative_draft_model", "speculative_length", "draft_model_tp_size"),
 }
 """Options that NxD Inference serves in a later version, or that have no effect without these."""

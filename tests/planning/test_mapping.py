@@ -243,6 +243,42 @@ def test_what_an_option_hands_to_a_library_is_that_option_as_an_override(loader,
             assert "override_neuron_config in" in origins[name]
 
 
+@pytest.mark.parametrize(
+    ("version", "config"),
+    [
+        ("0.7.14366", {"kv_cache_quant": True}),
+        ("0.8.0", {"kv_cache_quant": True, "kv_quant_config": {"direct_cast": True}}),
+        (None, {"kv_cache_quant": True, "kv_quant_config": {"direct_cast": True}}),
+    ],
+)
+def test_a_cache_in_fp8_has_the_keywords_of_the_version(version, config):
+    given = ServingOptions.model_validate({"kv_cache_quantize": "fp8"})
+    found = library_arguments(given, "nxdi", library_version=version)
+    assert found.neuron_config == config
+    assert found.environment == {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}
+    for keywords in ({"kv_cache_quant": True}, {"kv_quant_config": {"direct_cast": True}}, config):
+        options, _, texts = with_override(keywords)
+        assert (options.kv_cache_quantize, texts["error"]) == ("fp8", ())
+    options, _, _ = with_override({"kv_cache_quant": False})
+    assert options.kv_cache_quantize is None
+
+
+def test_keywords_of_weights_in_8_bits_are_options():
+    keywords = {"quantized": True, "quantization_dtype": "f8e4m3"}
+    options, _, texts = with_override({**keywords, "modules_to_not_convert": ["lm_head", "mlp"]})
+    assert options.quantize == "static_fp8"
+    assert options.modules_to_not_convert == ("lm_head", "mlp")
+    assert not texts["error"]
+    _, _, texts = with_override({**keywords, "quantized_checkpoints_path": "/models/quantised"})
+    assert any("beside the graphs" in text for text in texts["error"])
+    config = library_arguments(options, "nxdi").neuron_config
+    assert config["quantization_dtype"] == "f8e4m3"
+    per_tensor = ServingOptions.model_validate(
+        {"quantize": "static_int8", "quantization_type": "per_tensor_symmetric"}
+    )
+    assert "modules_to_not_convert" not in library_arguments(per_tensor, "nxdi").neuron_config
+
+
 def test_nothing_set_gives_nothing():
     always = {"tnx": LibraryArguments(calls={"to_neuron": {}}), "nxdi": LibraryArguments()}
     for loader in LIBRARIES:

@@ -535,8 +535,6 @@ TNX = [
 ]
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
 LATER = {
-    "quantize": "static_int8",
-    "kv_cache_quantize": "int8",
     "speculative_draft_model": "draft",
 }
 _OF_DRAFTS: dict[str, tuple[object, object]] = {
@@ -897,6 +895,72 @@ NXDI = [
         "note",
         breaks={"async_execution": True, "on_device_generation": True, "async_mode": True},
         mends={"async_execution": None},
+    ),
+]
+NXDI += [
+    *(
+        Row(
+            "quantize",
+            "error",
+            breaks={"quantize": "static_int8", name: True},
+            mends={"quantize": None},
+        )
+        for name in (
+            *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
+            *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
+        )
+    ),
+    Row(
+        "quantize",
+        "error",
+        breaks={"quantize": "static_int8", **DRAFT},
+        mends={"speculative_draft_model": None},
+    ),
+    *(
+        Row(
+            "kv_cache_quantize",
+            "error",
+            breaks={"kv_cache_quantize": "fp8", name: True},
+            mends={name: None},
+        )
+        for name in ("shard_over_sequence", "k_cache_transposed")
+    ),
+    Row(
+        "kv_cache_quantize",
+        "error",
+        breaks={"kv_cache_quantize": "int8"},
+        mends={"kv_cache_quantize": "fp8"},
+    ),
+    Row(
+        "quantize",
+        "error",
+        breaks={"quantize": "static_fp8", "quantization_type": "per_tensor_symmetric"},
+        mends={"quantize": "static_int8"},
+    ),
+    Row(
+        "quantization_type",
+        "error",
+        breaks={"quantization_type": "per_channel_symmetric"},
+        mends={"quantize": "static_int8"},
+    ),
+    Row(
+        "modules_to_not_convert",
+        "error",
+        breaks={"modules_to_not_convert": ["lm_head"]},
+        mends={"quantize": "static_int8"},
+    ),
+    *(
+        Row(
+            name,
+            "error",
+            breaks={
+                "quantize": "static_int8",
+                "quantization_type": "per_tensor_symmetric",
+                name: value,
+            },
+            mends={"quantization_type": None},
+        )
+        for name, value in {"modules_to_not_convert": ["mlp"], "fuse_qkv": True}.items()
     ),
 ]
 LEFT_OUT = {name: ServingOptions.model_fields[name].default for name in LATER}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import shutil
@@ -14,11 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from djl_python_neuronx.artifacts.atomic import sync_tree
 from djl_python_neuronx.backends import env
 from djl_python_neuronx.backends.base import Backend
 from djl_python_neuronx.backends.neuron import compiler_version, limit_threads, translated
 from djl_python_neuronx.backends.nxdi.contrib import VARIABLE
-from djl_python_neuronx.backends.nxdi.model import GRAPHS, RANKS, construct, unmanaged
+from djl_python_neuronx.backends.nxdi.model import (
+    GRAPHS,
+    QUANTISED,
+    RANKS,
+    construct,
+    unmanaged,
+)
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.errors import ArtifactNotFoundError
 
@@ -52,7 +60,9 @@ def compile(plan: LoadPlan, target: Path) -> None:
     work = target / _WORK
     try:
         with translated(plan, work), _environment(plan, {_WORK_VARIABLE: f"{work}/"}):
-            application = construct(plan, save_sharded_checkpoint=plan.presharded)
+            application = construct(plan, target, save_sharded_checkpoint=plan.presharded)
+            if plan.arguments.neuron_config.get("quantized"):
+                _quantise(application, plan, target / QUANTISED)
             if plan.presharded and (target / GRAPHS).is_file():
                 application.config.save(str(target))
                 application.shard_weights(str(target), pre_shard_weights_hook=unmanaged)
@@ -61,6 +71,23 @@ def compile(plan: LoadPlan, target: Path) -> None:
                     application.compile(str(target), pre_shard_weights_hook=unmanaged)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    if plan.presharded:
+        # The cores' parts are made of it.
+        shutil.rmtree(target / QUANTISED, ignore_errors=True)
+
+
+def _quantise(application: Any, plan: LoadPlan, folder: Path) -> None:  # noqa: ANN401
+    """Write the weights in 8 bits, unless a compile before this one has: the folder appears when it is whole."""
+    if folder.exists():
+        return
+    made = folder.with_suffix(".partial")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    config = copy.deepcopy(application.config)
+    config.neuron_config.quantized_checkpoints_path = str(made)
+    application.save_quantized_state_dict(str(plan.model_dir), config)
+    sync_tree(made)
+    made.rename(folder)
 
 
 def load(plan: LoadPlan, compiled: Path | None = None) -> Backend:

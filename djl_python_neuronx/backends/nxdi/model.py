@@ -30,6 +30,8 @@ PACKAGE = "neuronx-distributed-inference"
 _LIBRARY = "neuronx_distributed_inference"
 CONFIG, NEURON_CONFIG, GRAPHS, RANKS = "config.json", "neuron_config.json", "model.pt", "weights"
 """Files of a folder that the library has compiled, and the folder of the weights that it has divided."""
+QUANTISED = "quantised"
+"""The folder of whole weights in 8 bits, beside the graphs."""
 
 _CLASSES: Mapping[str, str] = MappingProxyType(
     {
@@ -66,6 +68,8 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
     """
     import_library(PACKAGE, _LIBRARY)
     keywords = {**plan.arguments.neuron_config, **keywords}
+    if keywords.get("quantized"):
+        keywords["quantized_checkpoints_path"] = str((compiled or plan.model_dir) / QUANTISED)
     if plan.code is not None:
         return _contributed(plan, plan.code, compiled, keywords)
     configuration = _read_config(plan, compiled)

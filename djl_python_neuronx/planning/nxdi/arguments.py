@@ -25,10 +25,12 @@ from djl_python_neuronx.planning.arguments import (
 from djl_python_neuronx.planning.capabilities import round_up
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.lora import MODULES
+from djl_python_neuronx.planning.nxdi.versions import numbers
 
 _LARGEST_TOP_K = 256
 BLOCK_SIZE = 32
 """Largest default of `pa_block_size`."""
+_8_BITS = {"int8": "int8", "fp8": "f8e4m3"}
 
 
 def write_arguments(case: Case) -> LibraryArguments:
@@ -51,6 +53,10 @@ def write_arguments(case: Case) -> LibraryArguments:
         config["speculation_length"] = options.speculative_length + 1
     config.update(_batches(options, case.continuous_batching))
     config.update(_blocks(case))
+    config.update(_quantised(options, case.library_version))
+    if "fp8" in {options.weight_dtype, options.kv_cache_quantize}:
+        # Source: inference_demo.py, and AWS's guide of the features.
+        arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
     if options.logical_nc_config is not None:
         arguments.environment["NEURON_LOGICAL_NC_CONFIG"] = str(options.logical_nc_config)
     override(config, options)
@@ -188,6 +194,30 @@ def _adapters(case: Case) -> dict[str, object] | None:
         "lora_shard_linear_layer": even if shards is None else shards,
         "dynamic_multi_lora": True,
     }
+
+
+def _quantised(options: ServingOptions, version: str | None) -> dict[str, object]:
+    """Return the keywords of weights and a cache in 8 bits.
+
+    `kv_cache_quant` is the cache's up to 0.7; from 0.8 on it lets the compiler take fp8, and `kv_quant_config` is the
+    cache's.
+    """
+    config: dict[str, object] = {}
+    if options.weight_dtype is not None:
+        kind = options.quantization_type or "per_channel_symmetric"
+        left = ("lm_head",) if kind == "per_channel_symmetric" else None
+        put(
+            config,
+            quantized=True,
+            quantization_dtype=_8_BITS[options.weight_dtype],
+            quantization_type=kind,
+            modules_to_not_convert=plain(options.modules_to_not_convert or left),
+        )
+    if options.kv_cache_quantize == "fp8":
+        config["kv_cache_quant"] = True
+        if version is None or numbers(version) >= (0, 8):
+            config["kv_quant_config"] = {"direct_cast": True}
+    return config
 
 
 def _above_one(degree: int) -> int | None:

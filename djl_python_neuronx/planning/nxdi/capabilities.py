@@ -99,7 +99,10 @@ _OF_EXPERTS = _NEW_EXPERTS | {"capacity_factor", "ep_degree"}
 _MOE = Capability(
     degree_divides=("hidden_size", "intermediate_size", "vocab_size"),
     ignored_options=_WHOLE_EMBEDDINGS | _NEW_EXPERTS,
-    unsupported_options={"ep_degree": "NxD Inference fails to divide its experts into groups"},
+    unsupported_options={
+        "ep_degree": "NxD Inference fails to divide its experts into groups",
+        "quantize": "NxD Inference does not stack the scales of its experts",
+    },
     defects=(_WINDOW_IGNORED,),
 )
 _DENSE = Capability(ignored_options=_WHOLE_EMBEDDINGS | _OF_EXPERTS)
@@ -111,7 +114,8 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         verified=False,
         ignored_options=_NOT_LLAMAS,
         unsupported_options={
-            "async_execution": "a step ahead overwrites what the model's sliding window holds"
+            "async_execution": "a step ahead overwrites what the model's sliding window holds",
+            "quantize": "its weights are in MXFP4 already",
         },
     ),
     "llama": Capability(
@@ -140,7 +144,11 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
         defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL),
         unsupported_options=_LATE_NORMS,
     ),
-    "qwen3_moe": replace(_MOE, ignored_options=_WHOLE_EMBEDDINGS, unsupported_options=_LATE_NORMS),
+    "qwen3_moe": replace(
+        _MOE,
+        ignored_options=_WHOLE_EMBEDDINGS,
+        unsupported_options={**_LATE_NORMS, "quantize": _MOE.unsupported_options["quantize"]},
+    ),
 }
 NXDI: Final[Mapping[str, Capability]] = {
     # Source: modules/attention/gqa.py: of uneven KV heads it makes copies for all heads, and pads them with the number

@@ -133,7 +133,15 @@ _NEEDS = {
     "output_logits on_device_generation": "the host has the logits anyway, and the library fails at the second output",
 }
 """An option and the one that it needs -> why."""
+_WEIGHT_KERNELS = (
+    *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
+    *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
+)
 _EXCLUDE = {
+    **{f"quantize {name}": "the kernel takes weights in dtype" for name in _WEIGHT_KERNELS},
+    "quantize speculative_draft_model": "the library would take the draft model's weights in 8 bits too",
+    "kv_cache_quantize shard_over_sequence": "keys that are divided are not cast",
+    "kv_cache_quantize k_cache_transposed": "keys that are transposed are not cast",
     "mlp_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
     "qkv_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
     # Source: models/llama/modeling_llama.py, convert_hf_to_neuron_state_dict: the MLP's matrices get the weights of the
@@ -285,6 +293,30 @@ _SAMPLING = (
         "requests, so set each for itself"
     ),
 )
+# Source: neuronx-distributed 0.18, quantization/quantization_utils.py; modules/attention/gqa.py.
+_QUANTISED = (
+    when(quantize="static_fp8", quantization_type="per_tensor_symmetric").refuse(
+        "the library fails to load a single scale in fp8; leave quantization_type out"
+    ),
+    when(kv_cache_quantize="int8").refuse(
+        "NxD Inference casts keys and values to fp8 only; set kv_cache_quantize=fp8"
+    ),
+    *(
+        when(**{name: SET}, quantize=UNSET).refuse(
+            "it is about quantize; set that, or leave it out"
+        )
+        for name in ("quantization_type", "modules_to_not_convert")
+    ),
+    *(
+        when(**{name: SET}, quantization_type="per_tensor_symmetric").refuse(
+            f"with a scale for each matrix {reason}; leave one of them out"
+        )
+        for name, reason in (
+            ("modules_to_not_convert", "the library quantises all layers"),
+            ("fuse_qkv", "the library does not merge the three scales"),
+        )
+    ),
+)
 _LATER = tuple(
     when(**{name: SET}).refuse("served with NxD Inference in a later version; leave it out")
     for name in LATER
@@ -304,6 +336,7 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_PAIRS,
     *_PREFIXES,
     *_KERNELS,
+    *_QUANTISED,
     *_BATCHES,
     *_SAMPLING,
     *drafts.RULES,
