@@ -122,6 +122,8 @@ def _widths(case: Case) -> tuple[int, int, int]:
     """Return the bytes of a number: in embedding and output projection, in the layers' weights, and in the cache."""
     options = case.effective
     layers, cache = options.weight_dtype, options.kv_cache_quantize
+    if options.modules_to_not_convert not in {None, ("lm_head",)}:
+        layers = None  # which layers it names is not known here
     if case.on_cpu:
         layers = cache = None
     dtypes = (options.dtype, layers or options.dtype, cache or options.dtype)
@@ -204,6 +206,7 @@ def compile_memory(
     runs as many compilers as Python's ThreadPoolExecutor; transformers-neuronx 0.13, base.py `compile`: one for each
     graph. Not measured on a device; users report that an 8B model on one core is killed with 32 GiB while it is traced
     (github.com/aws-neuron/neuronx-distributed-inference/issues/26), and that a 1B model compiles with 16.
+    To quantise weights, NxD Inference loads all in float32 first (application_base.py, `load_hf_model`).
 
     Args:
         case: With options that are filled in.
@@ -224,7 +227,11 @@ def compile_memory(
     # By the lower estimate, so that no compile that works without a limit gets slower.
     room = workers if available is None else (available - least) // least_each
     workers = case.options.compilation_worker_count or max(1, min(workers, room))
-    return CompileMemory(least + workers * least_each, most + workers * most_each, workers)
+    quantised = 0
+    if case.effective.quantize is not None and not case.neuron.loads_by_layer:
+        quantised = _PROCESS_BYTES + float32_bytes(case.model) + weight_bytes(case)
+    least = max(least + workers * least_each, quantised)
+    return CompileMemory(least, max(most + workers * most_each, quantised), workers)
 
 
 def cache_bytes(case: Case) -> int:

@@ -906,6 +906,7 @@ NXDI += [
             mends={"quantize": None},
         )
         for name in (
+            "enable_lora",
             *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
             *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
         )
@@ -920,10 +921,15 @@ NXDI += [
         Row(
             "kv_cache_quantize",
             "error",
-            breaks={"kv_cache_quantize": "fp8", name: True},
-            mends={name: None},
+            breaks={"kv_cache_quantize": "fp8", name: value},
+            mends={"kv_cache_quantize": None},
         )
-        for name in ("shard_over_sequence", "k_cache_transposed")
+        for name, value in {
+            **dict.fromkeys(("shard_over_sequence", "k_cache_transposed"), True),
+            "is_block_kv_layout": True,
+            **DRAFT,
+            **LOOKUP,
+        }.items()
     ),
     Row(
         "kv_cache_quantize",

@@ -133,6 +133,7 @@ _NEEDS = {
     "output_logits on_device_generation": "the host has the logits anyway, and the library fails at the second output",
 }
 """An option and the one that it needs -> why."""
+_CAST_LATER = "tokens of one step see each other's keys before those are cast, so drafts would change the answers"
 _WEIGHT_KERNELS = (
     *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
     *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
@@ -140,6 +141,10 @@ _WEIGHT_KERNELS = (
 _EXCLUDE = {
     **{f"quantize {name}": "the kernel takes weights in dtype" for name in _WEIGHT_KERNELS},
     "quantize speculative_draft_model": "the library would take the draft model's weights in 8 bits too",
+    "quantize enable_lora": "adapters were not run beside weights in 8 bits",
+    "kv_cache_quantize is_block_kv_layout": "a cache in blocks was not run in fp8",
+    "kv_cache_quantize speculative_draft_model": _CAST_LATER,
+    "kv_cache_quantize ngram_prompt_lookup_max": _CAST_LATER,
     "kv_cache_quantize shard_over_sequence": "keys that are divided are not cast",
     "kv_cache_quantize k_cache_transposed": "keys that are transposed are not cast",
     "mlp_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
