@@ -69,7 +69,7 @@ def content(folder: Path) -> dict[str, bytes]:
         ("llama", "static_fp8", 2, {"kv_cache_quantize": "fp8"}),
         ("tied", "static_fp8", 1, {}),
         ("tied", "static_int8", 2, {"quantization_type": "per_tensor_symmetric"}),
-        ("qwen2", "static_int8", 2, {}),
+        ("mistral-window", "static_int8", 2, {"rolling_batch_strategy": "naive_rolling_batch"}),
         ("qwen3", "static_fp8", 1, {"async_execution": "true", "on_device_generation": "true"}),
     ],
 )

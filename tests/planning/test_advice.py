@@ -42,7 +42,13 @@ QUANTIZE, SPLIT = {"quantize": "static_int8"}, {"load_split_model": "true"}
 LOGITS = {"on_device_generation": "true", "output_logits": "true"}
 ADVISED = [
     # loader, model, its config.json, options, each option of an error to its end and whether it names the other library
-    ("nxdi", "llama-3-8b", {}, QUANTIZE, {"quantize": ("leave it out", True)}),
+    (
+        "nxdi",
+        "llama-3-8b",
+        {"attention_bias": True},
+        QUANTIZE,
+        {"quantize": ("leave it out", False)},
+    ),
     ("nxdi", "qwen2.5-32b", {}, QUANTIZE, {"quantize": ("leave it out", False)}),
     ("nxdi", "mixtral-8x7b", {}, QUANTIZE, {"quantize": ("leave it out", False)}),
     ("tnx", "gpt-neox-20b", {}, QUANTIZE, {"quantize": ("model then does not fit", False)}),
@@ -57,8 +63,8 @@ ADVISED = [
         "nxdi",
         "llama-3-8b",
         {},
-        QUANTIZE | {"n_positions": "9000"},
-        {"quantize": ("leave it out", True), "n_positions": ("set at most that", False)},
+        SPLIT | {"n_positions": "9000"},
+        {"load_split_model": ("remove it", True), "n_positions": ("set at most that", False)},
     ),
     # the model alone, and with the machine
     (
@@ -126,7 +132,7 @@ def test_degrees_that_the_library_refuses_for_the_model_are_not_advised():
     ("model", "loader", "chosen", "is_advised"),
     [
         ("llama-3-70b", "tnx", "tnx", True),
-        ("llama-3-70b", "nxdi", "nxdi", False),
+        ("llama-3-70b", "nxdi", "nxdi", True),
         # the file would then be taken by transformers-neuronx, which has this model and not the next
         ("llama-3-70b", "auto", "nxdi", True),
         ("qwen2.5-32b", "auto", "nxdi", False),

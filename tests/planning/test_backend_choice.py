@@ -125,7 +125,13 @@ REASONS = [
         "tnx refuses output_logits",
     ),
     # ... and what this version serves with transformers-neuronx alone
-    ("llama", BOTH, {"quantize": "static_int8"}, "tnx", "nxdi refuses quantize"),
+    (
+        "llama",
+        BOTH,
+        {"kv_cache_quantize": "int8", "allow_known_defects": True},
+        "tnx",
+        "nxdi refuses kv",
+    ),
     (
         "llama",
         BOTH,

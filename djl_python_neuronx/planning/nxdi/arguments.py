@@ -53,7 +53,7 @@ def write_arguments(case: Case) -> LibraryArguments:
         config["speculation_length"] = options.speculative_length + 1
     config.update(_batches(options, case.continuous_batching))
     config.update(_blocks(case))
-    config.update(_quantised(options, case.library_version))
+    config.update(_quantised(case, options))
     if "fp8" in {options.weight_dtype, options.kv_cache_quantize}:
         # Source: inference_demo.py, and AWS's guide of the features.
         arguments.environment.update(XLA_HANDLE_SPECIAL_SCALAR="1", UNSAFE_FP8FNCAST="1")
@@ -196,16 +196,18 @@ def _adapters(case: Case) -> dict[str, object] | None:
     }
 
 
-def _quantised(options: ServingOptions, version: str | None) -> dict[str, object]:
+def _quantised(case: Case, options: ServingOptions) -> dict[str, object]:
     """Return the keywords of weights and a cache in 8 bits.
 
-    `kv_cache_quant` is the cache's up to 0.7; from 0.8 on it lets the compiler take fp8, and `kv_quant_config` is the
-    cache's.
+    Tied embeddings replace the weights of `lm_head` when all are loaded, so that it has to stay as it is. With a scale
+    for each matrix the others cannot be left out. `kv_cache_quant` is the cache's up to 0.7; from 0.8 on it lets the
+    compiler take fp8, and `kv_quant_config` is the cache's.
     """
     config: dict[str, object] = {}
     if options.weight_dtype is not None:
         kind = options.quantization_type or "per_channel_symmetric"
-        left = ("lm_head",) if kind == "per_channel_symmetric" else None
+        stays = kind == "per_channel_symmetric" or case.model.tied_embeddings
+        left = ("lm_head",) if stays else None
         put(
             config,
             quantized=True,
@@ -215,7 +217,7 @@ def _quantised(options: ServingOptions, version: str | None) -> dict[str, object
         )
     if options.kv_cache_quantize == "fp8":
         config["kv_cache_quant"] = True
-        if version is None or numbers(version) >= (0, 8):
+        if case.library_version is None or numbers(case.library_version) >= (0, 8):
             config["kv_quant_config"] = {"direct_cast": True}
     return config
 

@@ -19,6 +19,8 @@ from djl_python_neuronx.planning.capabilities import (
 from djl_python_neuronx.planning.fields import ROTARY, rope_type
 from djl_python_neuronx.planning.nxdi.fields import NXDI_FIELDS
 
+# Source: neuronx-distributed 0.18, quantization/quantization_layers.py, set_bias_to_state_dict.
+QUANTISED_BIASES = "NxD Inference fails to load the biases of projections in 8 bits"
 _WINDOW_IGNORED = window_ignored("NxD Inference")
 # Source: models/model_wrapper.py: it casts the buffers of transformers' rotary classes too, and has its own for others.
 _YARN_ROUNDED = Defect(
@@ -138,7 +140,11 @@ _OF_EACH: Final[Mapping[str, Capability]] = {
             "fuse_qkv": "NxD Inference does not merge the weights of its projections",
         },
     ),
-    "qwen2": replace(_DENSE, defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL)),
+    "qwen2": replace(
+        _DENSE,
+        defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL),
+        unsupported_options={"quantize": QUANTISED_BIASES},
+    ),
     "qwen3": replace(
         _DENSE,
         defects=(_WINDOW_IGNORED, LAST_TOKENS, _MLP_KERNEL),

@@ -19,6 +19,7 @@ from djl_python_neuronx.planning.lora import MODULES
 from djl_python_neuronx.planning.model import first_size
 from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, versions
 from djl_python_neuronx.planning.nxdi.arguments import graphs, prefixes, write_arguments
+from djl_python_neuronx.planning.nxdi.capabilities import QUANTISED_BIASES
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
@@ -142,7 +143,6 @@ _EXCLUDE = {
     **{f"quantize {name}": "the kernel takes weights in dtype" for name in _WEIGHT_KERNELS},
     "quantize speculative_draft_model": "the library would take the draft model's weights in 8 bits too",
     "quantize enable_lora": "adapters were not run beside weights in 8 bits",
-    "kv_cache_quantize is_block_kv_layout": "a cache in blocks was not run in fp8",
     "kv_cache_quantize speculative_draft_model": _CAST_LATER,
     "kv_cache_quantize ngram_prompt_lookup_max": _CAST_LATER,
     "kv_cache_quantize shard_over_sequence": "keys that are divided are not cast",
@@ -404,6 +404,8 @@ def findings(case: Case) -> Iterator[Finding]:
     keywords = write_arguments(case).neuron_config
     yield from _no_kernels(case, keywords)
     yield from drafts.findings(case)
+    if options.quantize is not None and case.model.config.get("attention_bias"):
+        yield Finding(("quantize",), f"{QUANTISED_BIASES}; leave it out")
     yield from contrib_rules.findings(case)
     yield from versions.findings(case, keywords)
 
