@@ -926,7 +926,6 @@ NXDI += [
         )
         for name, value in {
             **dict.fromkeys(("shard_over_sequence", "k_cache_transposed"), True),
-            "is_block_kv_layout": True,
             **DRAFT,
             **LOOKUP,
         }.items()
