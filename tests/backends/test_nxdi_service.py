@@ -15,14 +15,18 @@ import pytest
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("uvicorn", reason="needs the `server` extra")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
+from transformers import AutoTokenizer  # noqa: E402
 
 from djl_python_neuronx.loading import tokenizer_workers  # noqa: E402
 from djl_python_neuronx.server.app import Application  # noqa: E402
 from djl_python_neuronx.server.models import Model  # noqa: E402
 from djl_python_neuronx.service import Service  # noqa: E402
 from tests.backends.nxdi_plans import log_lines  # noqa: E402
+from tests.backends.tnx_engine import reference  # noqa: E402
 from tests.djl.folders import MODES, write_model  # noqa: E402
 from tests.doubles import neuron_machine  # noqa: E402
+from tests.doubles.lora_adapters import save_merged, write_adapter  # noqa: E402
+from tests.doubles.tiny_models import load_reference  # noqa: E402
 from tests.processes import wait_until  # noqa: E402
 from tests.server.running import TINY_LLAMA, Running, checks  # noqa: E402
 
@@ -70,6 +74,52 @@ def workers(variables: Mapping[str, str]) -> list[str]:
 
 def num_compiled(variables: Mapping[str, str]) -> int:
     return len(log_lines(Path(variables["NXDI_RIG_LOG"]), "compile"))
+
+
+def test_adapters_come_and_go_while_it_serves_and_nothing_is_compiled(
+    variables: Mapping[str, str], tmp_path: Path
+) -> None:
+    """A place that is taken again serves the next adapter. The oracle: transformers, with it in the weights."""
+    names, prompt, num_tokens = ("", "one", "two", "three"), "15 20 25 30", 12
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    folders = {name: write_adapter(tmp_path / name, seed=i) for i, name in enumerate(names) if name}
+    texts = {}
+    for name in names:
+        merged = save_merged(TINY_LLAMA, folders[name], tmp_path / f"in-{name}") if name else None
+        model = load_reference(merged or TINY_LLAMA)
+        tokens = reference(model, tokenizer.encode(prompt), num_tokens).tokens
+        texts[name] = tokenizer.decode(tokens)
+    assert len({*texts.values()}) == 4
+    lora = {"enable_lora": "true", "max_loras": "2", "lora_target_modules": "q_proj,v_proj"}
+    sources = {"adapter_sources": str(tmp_path)}
+    service = Service.load(None, TINY_LLAMA, overrides={**SETTINGS, **lora, **sources})
+    application = Application(Model("tiny"))
+    application.models[0].service = service
+    running, compiled = Running(application), num_compiled(variables)
+
+    def asked(name: str) -> str:
+        parameters = {"max_new_tokens": num_tokens, "ignore_eos": True}
+        body = {"inputs": prompt, "parameters": parameters, "adapters": name}
+        answer = httpx.post(running.url + "/invocations", json=body, timeout=300)
+        text: str = answer.json()["generated_text"]
+        return text
+
+    try:
+        assert asked("") == texts[""]
+        for name in ("one", "two"):
+            service.adapters.register(name, str(folders[name]))
+        with ThreadPoolExecutor(3) as pool:
+            assert [*pool.map(asked, names[:3])] == [texts[name] for name in names[:3]]
+        service.adapters.unregister("one")
+        service.adapters.register("three", str(folders["three"]))
+        assert service.loop.places == {"two": 2, "three": 1}
+        with ThreadPoolExecutor(3) as pool:
+            found = [*pool.map(asked, ("three", "two", ""))]
+        assert found == [texts[name] for name in ("three", "two", "")]
+        assert num_compiled(variables) == compiled > 0
+    finally:
+        running.close()
+        service.close()
 
 
 def test_known_answers_come_through_the_server_and_a_second_start_compiles_nothing(
