@@ -40,7 +40,7 @@ NEEDS = {
         "neuronx-distributed-inference",
         "neuronx_distributed_inference.models.config",
         "NxD Inference on a machine with a Neuron device, or checkouts of it ($NXDI_SRC) and of neuronx-distributed "
-        "($NXD_SRC) with its CPU rig, all on the path (PYTHONPATH=<rig>:$NXDI_SRC/src:$NXD_SRC/src)",
+        "($NXD_SRC) with its CPU rig, all on the path (PYTHONPATH=tests/rig_fixes:<rig>:$NXDI_SRC/src:$NXD_SRC/src)",
     ),
 }
 """Backend → its package, a module that imports it with all that it needs, and what its tests need."""

@@ -47,9 +47,9 @@ FEATURES: Mapping[str, Feature] = {
     "cpu adapters, prefixes, look-up": Feature(
         {**CPU, **LORA, **LOOKUP, "enable_prefix_caching": "true"}, CACHED + DRAFTS, ADAPTERS
     ),
-    "nxdi adapters": Feature({**NXDI, **LORA}, (), ADAPTERS),
+    "nxdi adapters, look-up": Feature({**NXDI, **LORA, **LOOKUP}, DRAFTS, ADAPTERS),
+    "nxdi prefixes": Feature({**NXDI, "enable_prefix_caching": "true"}, CACHED),
     "nxdi ahead": Feature({**NXDI, **DEVICE, "async_execution": "true"}),
-    "nxdi look-up": Feature({**NXDI, **LOOKUP}, DRAFTS),
 }
 """Backend and feature."""
 
