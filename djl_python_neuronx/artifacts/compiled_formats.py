@@ -101,8 +101,8 @@ def saved_by_nxdi(names: Collection[str]) -> bool:
     return {NEURON_CONFIG, _MODEL} <= set(names)
 
 
-def saved_place(place: str, names: Collection[str]) -> str:
-    """Return the place of the graphs that NxD Inference has saved in a folder or URI; `place` itself if it has none.
+def saved_place(place: str, names: Collection[str]) -> str | None:
+    """Return the place of the graphs that NxD Inference has saved in a folder or URI; None if it has none.
 
     `names`: the files in it, by their paths. A model's folder has vLLM's in a folder of its name and a digest.
 
@@ -120,7 +120,9 @@ def saved_place(place: str, names: Collection[str]) -> str:
             "option.compiled_graph_path"
         )
         raise ArtifactError(msg)
-    return f"{place.rstrip('/')}/{found[0]}" if found and "" not in found else place
+    if not found or "" in found:
+        return place if found else None
+    return f"{place.rstrip('/')}/{found[0]}"
 
 
 def saved_names(path: Path) -> set[str]:

@@ -10,7 +10,6 @@ from djl_python_neuronx.artifacts import fetch, formats
 from djl_python_neuronx.artifacts.artifact import Artifact
 from djl_python_neuronx.artifacts.compiled_formats import (
     graphs_in,
-    saved_by_nxdi,
     saved_names,
     saved_place,
     with_graphs,
@@ -213,19 +212,15 @@ def _with_named_graphs(model: Model, settings: Resolved, situation: Situation) -
     place = settings.options.place("compiled_graph_path")
     if place is None or settings.options.model_loader not in {*OPEN, "nxdi"}:
         return model
-    folder = Path(place)
-    if fetch.uri_scheme(place):
-        if situation.is_dry:
-            return model
-        origin = f"option.compiled_graph_path, {settings.origins.get('compiled_graph_path')}"
-        listed = fetch.list_names(place, situation.environ, origin=origin)
-        inner = saved_place(place, listed)
-        if inner == place and not saved_by_nxdi(listed):
-            return model
-        folder = situation.fetch(inner, origin, selection=EVERYTHING)
+    if not fetch.uri_scheme(place):
+        found = saved_place(place, saved_names(Path(place)))
+    elif situation.is_dry:
+        return model
     else:
-        folder = Path(saved_place(place, saved_names(folder)))
-    is_foreign = sources.try_path(folder.is_dir, failed=False) and not has_own_graphs(folder)
-    if not is_foreign or graphs_in(folder) != "nxdi":
+        origin = f"option.compiled_graph_path, {settings.origins.get('compiled_graph_path')}"
+        found = saved_place(place, fetch.list_names(place, situation.environ, origin=origin))
+        found = found and str(situation.fetch(found, origin, selection=EVERYTHING))
+    folder = Path(found or place)
+    if found is None or has_own_graphs(folder) or graphs_in(folder) != "nxdi":
         return model
     return replace(model, artifact=with_graphs(model.artifact, folder))
