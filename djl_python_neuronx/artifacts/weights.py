@@ -57,6 +57,8 @@ _EMBEDDINGS: dict[str, str] = {
 
 Source: transformers 4.45 to 5.23, the models' classes."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_EAGLE = "fc.weight"
+"""The layer of an EAGLE draft that joins embeddings and states of the model; no whole model has it there."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LAYER = re.compile(
     r"(?P<before>.*?\b(?:layers|layer|h|blocks|block))\.(?P<index>\d{1,5})\.(?P<after>.+)"
@@ -75,6 +77,8 @@ class Weights:
     """Of most bytes, by torch's name (`bfloat16`); None if it is not recorded."""
     names: tuple[str, ...] = ()
     """The files, as paths in the folder."""
+    eagle: bool = False
+    """The layers of an EAGLE draft, which take the rest from the model that they draft for."""
 
 
 def has_whole(folder: Folder) -> bool:
@@ -113,7 +117,9 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
             check_tensors(files.keys(), config, folder.path)
         return Weights(folder.path, kind, dtype, names)
     headers = _read_headers(folder, files)
-    check_tensors({*headers, *files} - {""}, config, folder.path)
+    tensors = {*headers, *files} - {""}
+    if not (eagle := _EAGLE in tensors):
+        check_tensors(tensors, config, folder.path)
     main = _main_dtype(headers.values())
     if main and not main.startswith(("f", "bf")) and "quantization_config" not in config:
         msg = (
@@ -122,7 +128,7 @@ def read_whole(folder: Folder, config: Mapping[str, Any]) -> Weights:
             "configuration it was quantised with."
         )
         raise ArtifactError(msg)
-    return Weights(folder.path, kind, main or dtype, names)
+    return Weights(folder.path, kind, main or dtype, names, eagle)
 
 
 def whole_file_names(folder: Folder) -> list[str]:

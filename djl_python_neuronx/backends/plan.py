@@ -80,6 +80,8 @@ class LoadPlan:
     """Store the weights beside the compiled graphs, as each core takes its part."""
     arguments: LibraryArguments = field(default_factory=LibraryArguments)
     """All arguments of a Neuron library."""
+    fused_draft: Path | None = None
+    """The draft model that is part of the model's own graphs; `arguments.fused_draft` has its keywords."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

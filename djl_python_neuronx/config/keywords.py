@@ -46,6 +46,7 @@ _FURTHER: Mapping[str, tuple[str, ...]] = {
     "quantize": ("quantized",),
     "enable_lora": ("lora_config", "lora_config.dynamic_multi_lora"),
     "logical_nc_config": ("logical_neuron_cores",),
+    "draft_model_kind": ("is_eagle3",),
     "save_sharded_checkpoint": ("skip_sharding",),
     "attn_block_tkg_nki_kernel_enabled": (
         *("attn_tkg_nki_kernel_enabled", "attn_tkg_builtin_kernel_enabled"),
@@ -63,9 +64,12 @@ OPTIONS: Final[Mapping[str, str]] = {
 }
 """Keyword to its option. Of two options with one keyword the first counts: the second is computed from it."""
 
+_OF_EAGLE = ("is_eagle3", "enable_eagle_speculation")
 _SIDES: Mapping[object, object] = {True: "right", False: "left"}
 _MEANINGS: Mapping[str, Mapping[object, object]] = {
     "skip_sharding": {True: False, False: True},
+    "enable_eagle_speculation": {True: "eagle"},
+    "is_eagle3": {True: "eagle3"},
     "is_continuous_batching": {True: "continuous_batching", False: "naive_rolling_batch"},
     **dict.fromkeys(("use_2d_cache_ids", "lhs_aligned"), _SIDES),
 }
@@ -90,7 +94,7 @@ _APART = frozenset({"on_device_sampling_config", "top_k_kernel_enabled", "sampli
 _SHAPE = "it changes what a call takes or returns, which the server relies on"
 _HOSTS = "only models on one machine are served"
 _LATER = "not served in this version"
-_NO_DRAFTS = "NxD Inference serves no draft models in this version"
+_DRAFTS = "set option.speculative_draft_model, and draft_model_kind for EAGLE"
 RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("output_all_logits", "log_softmax_scores"), (False, _SHAPE)),
     **dict.fromkeys(("return_expert_index", "return_router_logits"), (False, _SHAPE)),
@@ -107,8 +111,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("world_size", "local_ranks_size"), (None, _HOSTS)),
     "start_rank_id": (0, _HOSTS),
     "on_cpu": (False, "set option.model_loader=cpu"),
-    "is_eagle_draft": (False, _NO_DRAFTS),
-    "enable_fused_speculation": (None, _NO_DRAFTS),
+    "is_eagle_draft": (False, _DRAFTS),
     "sparse_attn": (None, "it is an object, which a file cannot hold"),
     "lora_config": (None, "set option.enable_lora, and the other options of adapters"),
     "is_eagle_target": (False, _LATER),
@@ -119,6 +122,7 @@ _NO_EFFECT: Mapping[str, object] = {
     **{keyword: value for keyword, (value, _) in RESERVED.items()},
     **dict.fromkeys(("attn_tkg_nki_kernel_enabled", "attn_tkg_builtin_kernel_enabled"), False),
     "mlp_tkg_nki_kernel_enabled": False,
+    **dict.fromkeys(_OF_EAGLE, False),
     "ctx_batch_size": 1,
     **dict.fromkeys(("continuous_batching", "chunked_prefill_config"), None),
     "kv_quant_config.direct_cast": True,
@@ -139,9 +143,6 @@ def translated(settings: Sequence[Setting], folder: Path) -> list[Setting]:
     keywords, remarks = _inside(keywords, override)
     chosen = {NAMES.get(entry.name): entry.value for entry in reversed(settings)}
     given = _combined(keywords, chosen.get("n_positions"))
-    drafts = bool(chosen.get("speculative_draft_model"))
-    if truth(given.get("enable_fused_speculation")) is drafts:
-        del given["enable_fused_speculation"]
     found, left = _divided(given, override)
     refused: list[tuple[Level, str]] = [
         ("error", f"{name}: {RESERVED[name][1]}; correct or remove it")
@@ -232,7 +233,9 @@ def _divided(given: Mapping[str, Any], override: Setting) -> tuple[list[Setting]
 
 def _combined(keywords: Mapping[str, Any], positions: object) -> dict[str, Any]:
     """The keywords, those that mean something together as one. `positions`: `n_positions` of another source."""
-    given = _in_8_bits(keywords)
+    # EAGLE3 is EAGLE too.
+    hidden = _OF_EAGLE[1:] if truth(keywords.get(_OF_EAGLE[0])) else ()
+    given = _in_8_bits({name: keywords[name] for name in keywords if name not in hidden})
     tokens = parse_value("speculative_length", given.get("speculation_length"))
     if isinstance(tokens, int):
         given["speculation_length"] = max(tokens - 1, 0)  # the last is the large model's own

@@ -77,11 +77,8 @@ class NotServed(NamedTuple):
 
 _SWITCH = NotServed(harmless=False)
 NOT_SERVED: Final[Mapping[str, NotServed]] = {
-    # Options, which transformers-neuronx serves.
-    "speculative_draft_model": NotServed(needed_by=("speculative_length", "draft_model_tp_size")),
     # Keywords: of the library's own speculation and its own quantisation.
-    **dict.fromkeys(("enable_eagle_speculation", "eagle_rolling_buffer_kernel_enabled"), _SWITCH),
-    **dict.fromkeys(("enable_eagle_draft_input_norm", "is_eagle3"), _SWITCH),
+    "eagle_rolling_buffer_kernel_enabled": _SWITCH,
     "is_medusa": _SWITCH,
     **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), NotServed(harmless=0)),
     **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), _SWITCH),

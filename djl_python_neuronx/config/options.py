@@ -564,7 +564,23 @@ class SpeculationOptions(OptionGroup):
             draft="off",
         ),
     ] = None
-    """Small model with the same vocabulary that proposes tokens for the large one to verify."""
+    """Small model with the same vocabulary that proposes tokens for the large one to verify. With NxD Inference it is
+    part of the model's own graphs (`enable_fused_speculation`), which sample greedily (docs/nxdi.md)."""
+    draft_model_kind: Annotated[
+        Literal["draft_model", "eagle", "eagle3"],
+        Lower,
+        Option(to={"nxdi": "enable_eagle_speculation"}, computed=True),
+    ] = "draft_model"
+    """Kind of draft model: a whole one, or the layers of EAGLE or EAGLE3, which read the model's own states. These take
+    embeddings and output projection from the model where their checkpoint has none."""
+    enable_fused_speculation: Annotated[bool | None, Option(to={"nxdi": SAME}, computed=True)] = (
+        None
+    )
+    """Compile model and draft model into the same graphs, and verify on the device. Default: true."""
+    enable_eagle_draft_input_norm: Annotated[
+        bool | None, Option(to={"nxdi": SAME}, computed=True)
+    ] = None
+    """Normalise the input of the first layer of an EAGLE draft, if it was trained so. Default: for EAGLE3, which is."""
     speculative_length: Annotated[
         Amount,
         Option(

@@ -266,12 +266,12 @@ def _foresee(prepared: Prepared, problems: Problems, unknown: Collection[str]) -
         with problems.catch():
             foresee(prepared, problems)
         with own.catch():
-            if prepared.draft is not None:
-                foresee(prepared.draft, own)
+            for draft in prepared.models[1:]:
+                foresee(draft, own)
         problems.include(own, DRAFT_PREFIX, ("speculative_draft_model",))
         return
-    for model in (prepared, prepared.draft):
-        if model is not None and model.own_graphs is None and not model.case.on_cpu:
+    for model in prepared.models:
+        if model.own_graphs is None and not model.case.on_cpu:
             with problems.catch():
                 foresee_elsewhere(model, unknown)
             model.resolved.report(compile_risks(model), problems)

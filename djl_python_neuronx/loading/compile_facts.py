@@ -28,6 +28,7 @@ def compile_facts(prepared: Prepared, model_dir: Path, *, here: bool = True) -> 
         wanted = graph_options(prepared.options, backend)
         wanted |= library_facts(backend) | flag_facts(prepared.environ)
         wanted |= code_facts(prepared.case.code)
+        wanted |= prepared.case.draft_facts
         package, version = backends.COMPILER, compiler.compiler_version() if here else ""
     return CompileFacts(
         graph_options=wanted,

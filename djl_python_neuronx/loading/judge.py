@@ -12,7 +12,7 @@ from djl_python_neuronx.artifacts.compiled_formats import graphs_in
 from djl_python_neuronx.artifacts.tokenizer import has_vocabulary, no_tokenizer
 from djl_python_neuronx.artifacts.weights import Weights
 from djl_python_neuronx.backends import cpu
-from djl_python_neuronx.config.findings import Finding, Level
+from djl_python_neuronx.config.findings import Finding, Level, Problems
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.sources import try_path
@@ -157,6 +157,20 @@ def judge_places(resolved: Resolved, case: Case, situation: Situation) -> None:
             resolved.report([Finding((name,), problem, level)], situation.problems)
 
 
+def judge_draft_kind(artifact: Artifact, kind: str, problems: Problems) -> None:
+    """Report a model that is no whole one, or a draft that is of another kind than `draft_model_kind`."""
+    for weights in artifact.weights[:1]:
+        wants_eagle = kind != "draft_model"
+        # The names in a pickle are not read.
+        if weights.eagle == wants_eagle or (wants_eagle and weights.kind != "safetensors"):
+            continue
+        found, fix = "a whole model", "leave draft_model_kind out"
+        if weights.eagle:
+            found = "the layers of an EAGLE draft"
+            fix = "name them in speculative_draft_model, with draft_model_kind=eagle or eagle3"
+        problems.add("error", f"{artifact.path} has {found}; {fix}", ("draft_model_kind",))
+
+
 def judge_graphs(
     artifact: Artifact, case: Case, origins: Mapping[str, str], situation: Situation
 ) -> tuple[Weights | None, bool]:
@@ -172,7 +186,7 @@ def judge_graphs(
     with situation.problems.catch():
         flags = {}
         if not case.on_cpu:
-            flags = flag_facts(situation.environ) | code_facts(case.code)
+            flags = flag_facts(situation.environ) | code_facts(case.code) | case.draft_facts
         others: set[str] = set()
         refused = False
         if artifact.backend == case.backend and not case.on_cpu:

@@ -82,9 +82,7 @@ def make_launch(
     placed = placed or place([prepared.need], prepared.case.device)[0]
     # All copies load the graphs that are compiled here, on the cores of the first one.
     models = [
-        replace(model, environ=with_cores(model.environ, placed[0]))
-        for model in (prepared, prepared.draft)
-        if model is not None
+        replace(model, environ=with_cores(model.environ, placed[0])) for model in prepared.models
     ]
     tokenizer = ThreadPoolExecutor(1).submit(prepared.start_tokenizer).result
     # All before any is loaded: a compilation needs the cores that a loaded model holds.

@@ -60,12 +60,15 @@ def load_plan(prepared: Prepared, tokenizer: Callable[[], Tokenizer]) -> LoadPla
         num_threads=options.cpu_threads,
         sim_step_ms=options.sim_step_ms,
         eos_ids=_eos_ids(artifact, tokenizer),
-        num_speculative_tokens=options.speculative_length if options.speculating else 0,
+        num_speculative_tokens=(
+            options.speculative_length if options.speculating and not prepared.case.fused else 0
+        ),
         mixed_steps=bool(options.enable_chunked_prefill),
         prefix_caching=options.enable_prefix_caching is not False and not prepared.case.is_draft,
         default_top_k=options.on_device_default_top_k,
         lora=_lora(prepared),
         arguments=prepared.planned.arguments or LibraryArguments(),
+        fused_draft=_fused_draft(prepared),
     )
 
 
@@ -80,6 +83,14 @@ def _lora(prepared: Prepared) -> LoraPlan | None:
         shard_linear=bool(options.lora_shard_linear_layer),
         adapters=tuple(one.folder or Path(one.place) for one in prepared.adapters),
     )
+
+
+def _fused_draft(prepared: Prepared) -> Path | None:
+    """Return the folder of a draft model that is part of the model's graphs."""
+    if prepared.draft is None or not prepared.case.fused:
+        return None
+    weights = prepared.draft.weights
+    return prepared.draft.artifact.path if weights is None else weights.folder
 
 
 def _eos_ids(artifact: Artifact, tokenizer: Callable[[], Tokenizer]) -> frozenset[int]:

@@ -26,7 +26,9 @@ from djl_python_neuronx.planning.plan import PACKAGE_VERSIONS, graph_options, li
 
 FLAGS = "cc_flags"
 """The compiler flags of the environment, among what graphs depend on."""
-SURROUNDINGS = frozenset({"target", "library_version", "compiler_version"}) | PACKAGE_VERSIONS
+SURROUNDINGS = (
+    frozenset({"target", "library_version", "compiler_version", "draft_digest"}) | PACKAGE_VERSIONS
+)
 """Facts that graphs depend on beside options and flags; unknown for a machine other than this one."""
 _PINNED = names_where(lambda marker: marker.output == "pinned")
 

@@ -28,7 +28,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     InvalidOptionError,
 )
-from djl_python_neuronx.loading.compile_facts import package_versions
+from djl_python_neuronx.loading.compile_facts import compile_facts, package_versions
 from djl_python_neuronx.loading.compiled import Compiled, obtain
 from djl_python_neuronx.loading.output_weights import (
     check_presharded,
@@ -186,7 +186,11 @@ class _Writer:
             options[OPTION] = f"./{CODE}"
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
-            compiled_draft = obtain(draft, lambda: self.tokenizer, self.progress)
+            compiled_draft = replace(
+                compiled, folder=None, facts=compile_facts(draft, draft.artifact.path)
+            )
+            if not prepared.case.fused:
+                compiled_draft = obtain(draft, lambda: self.tokenizer, self.progress)
             # A draft model is small: its weights stay whole.
             whole: WeightsInOutput = "link" if self.weights == "presharded" else self.weights
             writer = replace(self, own_properties=True, weights=whole)

@@ -14,6 +14,7 @@ from typing import Any
 
 from djl_python_neuronx.artifacts.artifact import CUT
 from djl_python_neuronx.artifacts.fetch import CONFIG
+from djl_python_neuronx.artifacts.manifest import artifact_digest
 from djl_python_neuronx.config import sources, trust
 from djl_python_neuronx.config.findings import Level, Problems
 from djl_python_neuronx.config.resolve import Resolved
@@ -22,6 +23,7 @@ from djl_python_neuronx.loading.adapters import find_adapters
 from djl_python_neuronx.loading.find import DRAFT, Model, find_model, find_named
 from djl_python_neuronx.loading.judge import (
     choose_machine,
+    judge_draft_kind,
     judge_graphs,
     judge_places,
     judge_support,
@@ -141,12 +143,22 @@ def prepare(settings: Resolved, situation: Situation) -> Prepared | None:
     problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))
     settings, adapters = find_adapters(model, settings, backend, situation)
     case = _case(settings, model, backend, situation)
-    case = replace(case, draft=None if draft is None else draft.facts)
+    with problems.catch():
+        case = _add_draft(case, draft)
     prepared = replace(_plan(settings, model, case, situation), adapters=adapters)
     if draft is not None and prepared.options.drafting and not problems.errors:
         prepared = _with_draft(prepared, draft, of_draft)
         problems.include(of_draft.problems, DRAFT_PREFIX, (DRAFT,))
     return prepared
+
+
+def _add_draft(case: Case, draft: Model | None) -> Case:
+    """Add the facts of a draft model, and its content if the model's graphs depend on it."""
+    if draft is None:
+        return case
+    is_known = case.fused and draft.artifact.weights
+    digest = artifact_digest(draft.artifact.path) if is_known else ""
+    return replace(case, draft=draft.facts, draft_digest=digest)
 
 
 def _case(settings: Resolved, model: Model, backend: str, situation: Situation) -> Case:
@@ -193,6 +205,8 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
     is_bound = case.on_cpu or case.is_draft or model.artifact.backend is not None
     others = () if is_bound else [one for one in NEURON_BACKENDS.values() if one != case.neuron]
     resolved, case = assess(settings, case, situation.problems, others)
+    if not case.is_draft:
+        judge_draft_kind(model.artifact, "draft_model", situation.problems)
     judge_support(model.artifact, case, situation)
     judge_places(resolved, case, situation)
     weights, fits = judge_graphs(model.artifact, case, resolved.origins, situation)
@@ -221,6 +235,7 @@ def _plan(settings: Resolved, model: Model, case: Case, situation: Situation) ->
 def _with_draft(prepared: Prepared, draft: Model, situation: Situation) -> Prepared:
     """Prepare the draft model as every model; its folder's `serving.properties` is for serving it and unread."""
     backend, problems = prepared.backend, situation.problems
+    judge_draft_kind(draft.artifact, prepared.options.draft_model_kind, problems)
     settings = examine(
         None,
         None,

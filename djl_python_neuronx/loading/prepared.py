@@ -56,6 +56,11 @@ class Prepared:
     """NeuronCores that the model and its draft model share; 0 without a draft model."""
 
     @property
+    def models(self) -> tuple[Prepared, ...]:
+        """The models that have graphs of their own: this one, and a draft model that is not part of its graphs."""
+        return (self,) if self.draft is None or self.case.fused else (self, self.draft)
+
+    @property
     def options(self) -> ServingOptions:
         """The options, filled in."""
         return self.resolved.options

@@ -209,8 +209,7 @@ def _plan_lines(prepared: Prepared) -> Iterator[str]:
     for one in prepared.adapters:
         what = f"rank {one.rank}, {', '.join(one.modules)}" if one.config else "not fetched"
         yield f"adapter   {one.name}: {what} ({one.place})"
-    models = [one for one in (prepared, prepared.draft) if one is not None]
-    if plan.graphs and any(one.own_graphs is None for one in models):
+    if plan.graphs and any(one.own_graphs is None for one in prepared.models):
         graphs = "1 graph" if len(plan.graphs) == 1 else f"{len(plan.graphs)} graphs"
         yield f"compiles  {graphs}, tokens x rows: {_graphs(plan)}"
         yield f"          roughly {_duration(plan.estimated_compile_s)}: {COMPILE_BASIS}"
@@ -322,8 +321,8 @@ def _verdict(report: Report) -> str:
 
 def _argument_blocks(prepared: Prepared) -> Iterator[Block]:
     """Yield the arguments of the library, for the model and for its draft model."""
-    for one, whose in ((prepared, ""), (prepared.draft, ", for the draft model")):
-        if one is not None and one.planned.arguments is not None:
+    for one, whose in zip(prepared.models, ("", ", for the draft model"), strict=False):
+        if one.planned.arguments is not None:
             title = f"Handed to the {one.backend} library{whose}"
             rows = tuple(_argument_rows(one.planned.arguments))
             yield Block(title, rows, ("where", "name", "value"))
@@ -333,6 +332,7 @@ def _argument_rows(arguments: LibraryArguments) -> Iterator[tuple[str, str, str]
     groups: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("constructor", arguments.constructor),
         ("NeuronConfig", arguments.neuron_config),
+        ("draft model", arguments.fused_draft),
         *((f"{method}()", keywords) for method, keywords in arguments.calls.items()),
         ("environment", arguments.environment),
     )

@@ -49,6 +49,8 @@ class LibraryArguments:
     `init_cache_engine` is one of `ContinuousBatchingConfig`, the others are the model's."""
     compiler_flags: tuple[str, ...] = ()
     """One argument each; `shlex.join` makes `NEURON_CC_FLAGS` of them."""
+    fused_draft: dict[str, Any] = field(default_factory=dict)
+    """Keywords in which the `NeuronConfig` of a draft model in the same graphs differs; NxDI only."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables beside `NEURON_CC_FLAGS`, to be set before the library is imported."""
 

@@ -62,6 +62,8 @@ class NeuronBackend:
     """Support of models whose code is not the library's (`Case.code`); None: it takes none."""
     later: tuple[str, ...] = ()
     """Options that other libraries serve, and a later version with this one; `rules` refuse them."""
+    partly: tuple[str, ...] = ()
+    """Options that it serves for greedy requests alone, and other libraries for all."""
     host_samples: tuple[str, ...] = ()
     """Parameters that only the host samples right, in words, beside those that no device knows."""
     embeds_on_host: bool = False
@@ -70,6 +72,8 @@ class NeuronBackend:
     """Kinds of weights that it reads (`artifacts.weights.WeightsKind`) beside whole safetensors and pickles."""
     writes_behind: bool = False
     """A step that verifies drafts writes all its columns, also those behind the last position of a slot."""
+    fuses: bool = False
+    """A draft model is compiled into the graphs of the model that it drafts for."""
     loads_by_layer: bool = False
     """The host cuts weights layer after layer. False: the whole checkpoint at once."""
 
@@ -88,7 +92,7 @@ class NeuronBackend:
         """Return whether the library has no such option, or not for this architecture, or not in this version."""
         capability = self.capability(model_type)
         unsupported = capability is not None and not capability.supports(name)
-        return unsupported or name in self.missing or name in self.later
+        return unsupported or name in {*self.missing, *self.later, *self.partly}
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Case:
     """The backend; None: ``cpu`` or ``sim``, which have no library, no graphs and no NeuronCores."""
     draft: ModelFacts | None = None
     """The draft model; None: there is none, or its configuration is not known."""
+    draft_digest: str = ""
+    """Name of the draft model's content (`manifest.artifact_digest`); empty: unknown."""
     is_draft: bool = False
     """The model is the draft model of another one."""
     filled: Collection[str] = ()
@@ -201,12 +207,22 @@ class Case:
         return self.options.draft_model_tp_size if self.effective.drafting else None
 
     @property
+    def fused(self) -> bool:
+        """True if the draft model is part of the model's own graphs."""
+        options = self.options
+        of_library = self.neuron is not None and self.neuron.fuses
+        return of_library and options.drafting and options.enable_fused_speculation is not False
+
+    @property
+    def draft_facts(self) -> dict[str, str]:
+        """The draft model among what the model's own graphs depend on; empty if they do not."""
+        return {"draft_digest": self.draft_digest} if self.fused and self.draft_digest else {}
+
+    @property
     def lookahead(self) -> int:
         """Positions of each slot behind its last token, which drafts are written to; whole tiles if the others are."""
         options = self.options
         if self.neuron is None or not (self.neuron.writes_behind and options.speculating):
-            return 0
-        if options.drafting:
             return 0
         return options.speculative_length + 1 if (options.max_model_len or 1) % TILE else TILE
 

@@ -110,7 +110,7 @@ def _draft_alone(case: Case, draft: ModelFacts) -> Case:
     """Return the case of the draft model: the same lengths, slots and dtype, and nothing of the layout."""
     options = case.options
     shape = {
-        "n_positions": options.max_model_len,
+        "n_positions": (options.max_model_len or 0) + case.lookahead,
         "max_rolling_batch_size": options.max_rolling_batch_size,
         "dtype": options.dtype,
         "tensor_parallel_degree": case.draft_degree or case.degree,

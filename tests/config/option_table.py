@@ -628,7 +628,7 @@ SPECULATION = {
         (("org/draft", "org/draft"), ("./draft", "./draft")),
         ("", *TEXT_BAD),
         BACKEND,
-        BACKEND,
+        config(enable_fused_speculation=True, speculation_length=6, seq_len=2176, max_length=2176),
         also=("draft_model_id",),
     ),
     "speculative_length": Row(
@@ -638,6 +638,9 @@ SPECULATION = {
         BACKEND,
         also=("spec_length",),
     ),
+    "draft_model_kind": choice("eagle", "eagle3", "draft_model", tnx=REFUSED, nxdi=BACKEND),
+    "enable_fused_speculation": optional_flag(REFUSED, BACKEND),
+    "enable_eagle_draft_input_norm": optional_flag(REFUSED, BACKEND),
     "ngram_prompt_lookup_max": count(
         BACKEND, config(speculation_length=6, seq_len=2176, max_length=2176)
     ),

@@ -26,9 +26,7 @@ SECTION = {
     block.partition("\n")[0]: block for block in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]
 }
 """Option name to its part of the page."""
-LATER = {
-    *("speculative_draft_model", "speculative_length", "draft_model_tp_size"),
-}
+LATER: set[str] = set()
 """Options that NxD Inference serves in a later version, or that have no effect without these."""
 
 

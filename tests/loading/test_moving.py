@@ -25,6 +25,7 @@ NXDI, LMI, TGI, VLLM = (
 SAMPLING = {"global_topk": 64, "dynamic": True, "deterministic": False}
 SAMPLING_FILE = {"override_neuron_config": json.dumps({"on_device_sampling_config": SAMPLING})}
 QUEUED = {"rolling_batch": "disable", "model_loading_timeout": 3600}
+DRAFTED = {"speculative_draft_model": "draft", "max_rolling_batch_size": 1}
 OLD_CI = {
     # Name there: model here, options there. Source: djl-serving 1132e3ab^, tests/integration/llm/prepare.py, every
     # entry for Neuron whose architecture both libraries have.
@@ -95,8 +96,16 @@ OLD_CI = {
         | {"dtype": "fp16", **QUEUED},
     ),
     "llama-3.1-8b": ("llama-3.1-8b", {"tensor_parallel_degree": 8}),
+    "llama-speculative-rb": (
+        "llama-2-13b",
+        {"speculative_length": 7, "tensor_parallel_degree": 12, **DRAFTED}
+        | {"model_loading_timeout": 3600},
+    ),
+    "llama-2-tiny-speculative": (
+        "tinyllama-1.1b",
+        {"tensor_parallel_degree": 2, **DRAFTED},
+    ),
 }
-DRAFTED = {"speculative_draft_model": "draft", "max_rolling_batch_size": 1}
 REFUSED_CI = {
     # ..., and the option that an error names
     "llama-7b-rb": (
@@ -110,17 +119,6 @@ REFUSED_CI = {
         {"quantize": "static_int8", "rolling_batch": "auto", "tensor_parallel_degree": 2}
         | {"n_positions": 1024, "max_rolling_batch_size": 4, "model_loading_timeout": 1200},
         "quantize",
-    ),
-    "llama-speculative-rb": (
-        "llama-2-13b",
-        {"speculative_length": 7, "tensor_parallel_degree": 12, **DRAFTED}
-        | {"model_loading_timeout": 3600},
-        "speculative_draft_model",
-    ),
-    "llama-2-tiny-speculative": (
-        "tinyllama-1.1b",
-        {"tensor_parallel_degree": 2, **DRAFTED},
-        "speculative_draft_model",
     ),
 }
 

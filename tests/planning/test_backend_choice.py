@@ -137,7 +137,7 @@ REASONS = [
         BOTH,
         {"speculative_draft_model": "d"},
         "tnx",
-        "nxdi refuses speculative_draft_model",
+        "nxdi lacks speculative_draft_model",
     ),
     (
         "llama",
@@ -159,8 +159,8 @@ REASONS = [
         "mistral",
         BOTH,
         {"speculative_draft_model": "d"},
-        "tnx",
-        "nxdi lacks speculative_draft_model",
+        "nxdi",
+        "tnx refuses speculative_draft_model",
     ),
     # ... or each of something that it lacks: the first
     (

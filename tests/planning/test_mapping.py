@@ -562,13 +562,17 @@ class TestOverrides:
         _, _, texts = with_override(keywords)
         assert "are two values of one option; keep one" in "".join(texts["error"])
 
-    @pytest.mark.parametrize("draft", [True, False])
-    @pytest.mark.parametrize("fused", [True, False])
-    def test_fused_speculation_is_what_a_draft_model_means(self, draft, fused):
-        lines = ("option.speculative_draft_model=org/draft",) if draft else ()
-        _, _, texts = with_override({"enable_fused_speculation": fused}, lines)
-        assert bool(texts["error"]) == (draft != fused)
-        assert all("serves no draft models in this version" in text for text in texts["error"])
+    def test_keywords_name_the_kind_of_a_draft_model(self):
+        for keywords, kind in (
+            ({"enable_eagle_speculation": True}, "eagle"),
+            ({"is_eagle3": True}, "eagle3"),
+            ({"enable_eagle_speculation": True, "is_eagle3": True}, "eagle3"),
+            ({"enable_eagle_speculation": True, "is_eagle3": False}, "eagle"),
+            ({"enable_eagle_speculation": False, "is_eagle3": False}, "draft_model"),
+        ):
+            options, _, texts = with_override({"enable_fused_speculation": True, **keywords})
+            assert (options.draft_model_kind, texts["error"]) == (kind, ())
+            assert options.enable_fused_speculation is True
 
     def test_they_override_options_of_the_file_with_a_warning_and_not_those_of_the_command_line(
         self,

@@ -131,7 +131,7 @@ def test_a_record_names_no_places_and_no_code():
     ("keyword", "value"),
     [
         *((name, True) for name in ("apply_seq_ids_mask", "output_all_logits", "on_cpu")),
-        *((name, True) for name in ("is_eagle_draft", "enable_fused_speculation", "is_medusa")),
+        *((name, True) for name in ("is_eagle_draft", "is_medusa")),
         ("start_rank_id", 1),
         ("local_ranks_size", 1),
     ],

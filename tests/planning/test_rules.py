@@ -534,9 +534,7 @@ TNX = [
     ),
 ]
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
-LATER = {
-    "speculative_draft_model": "draft",
-}
+LATER: dict[str, object] = {}
 _OF_DRAFTS: dict[str, tuple[object, object]] = {
     "on_device_generation": ({}, None),
     "rolling_batch_strategy": ("naive_rolling_batch", "continuous_batching"),
@@ -549,6 +547,22 @@ _OF_DRAFTS: dict[str, tuple[object, object]] = {
     "nxdi_model_code": ("code", None),
 }
 """Option to a value that excludes drafts of the engine, and one that does not."""
+_FUSED = {"speculative_draft_model": "draft"}
+_EAGLE = {**_FUSED, "draft_model_kind": "eagle"}
+_OF_FUSED: dict[str, tuple[object, object]] = {
+    "async_execution": (True, None),
+    "output_logits": (True, False),
+    "rolling_batch_strategy": ("naive_rolling_batch", "continuous_batching"),
+    "token_generation_batches": (1, None),
+    "shard_over_sequence": (True, None),
+    "attention_dp_degree": (2, 1),
+    "cp_degree": (2, 1),
+    "enable_lora": (True, False),
+    "quantize": ("static_int8", None),
+    "kv_cache_quantize": ("int8", None),
+    "nxdi_model_code": ("code", None),
+}
+"""Option to a value that excludes a fused draft model, and one that does not."""
 NXDI = [
     *(
         Row(
@@ -625,6 +639,69 @@ NXDI = [
             ("speculative_draft_model", "draft", {}),
         )
         for off in ({"enable_prefix_caching": None},)
+    ),
+    *(
+        Row(
+            "speculative_draft_model", "error", breaks={**_FUSED, name: breaks}, mends={name: mends}
+        )
+        for name, (breaks, mends) in _OF_FUSED.items()
+    ),
+    *(
+        Row(
+            "speculative_draft_model",
+            "error",
+            breaks={**given, "on_device_generation": breaks},
+            mends=mends,
+        )
+        for given, breaks, mends in (
+            (_FUSED, {"do_sample": True}, {"on_device_generation": {"do_sample": False}}),
+            (_FUSED, {"dynamic": True}, {"on_device_generation": {"dynamic": False}}),
+            (
+                _EAGLE,
+                {"dynamic": True},
+                {"on_device_generation": {"dynamic": True, "do_sample": True}},
+            ),
+        )
+    ),
+    Row(
+        "draft_model_kind",
+        "error",
+        breaks={**_FUSED, "draft_model_kind": "eagle3"},
+        mends={"sequence_parallel": True, "neuron_cc_pipeline_factor": 1},
+    ),
+    Row(
+        "draft_model_kind",
+        "error",
+        breaks={**_EAGLE, "sequence_parallel": True},
+        mends={"neuron_cc_pipeline_factor": 1},
+    ),
+    Row(
+        "speculative_draft_model",
+        "error",
+        breaks={**_FUSED, "draft_model_tp_size": 2, "tensor_parallel_degree": 8},
+        mends={"draft_model_tp_size": 8},
+    ),
+    Row("draft_model_kind", "error", breaks={"draft_model_kind": "eagle"}, mends=_FUSED),
+    Row(
+        "enable_fused_speculation", "error", breaks={"enable_fused_speculation": True}, mends=_FUSED
+    ),
+    Row(
+        "draft_model_kind",
+        "error",
+        breaks={**_EAGLE, "enable_fused_speculation": False},
+        mends={"enable_fused_speculation": None},
+    ),
+    Row(
+        "draft_model_kind",
+        "error",
+        breaks={**_FUSED, "enable_eagle_draft_input_norm": True},
+        mends={"draft_model_kind": "eagle"},
+    ),
+    Row(
+        "speculative_draft_model",
+        "error",
+        breaks={**_FUSED, "enable_fused_speculation": False},
+        mends={"enable_fused_speculation": None},
     ),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
     Row(
@@ -1124,7 +1201,7 @@ class TestLibraries:
         assert findings_of(other, {"qkv_tiling": True}) == []
 
     @pytest.mark.parametrize(
-        ("loader", "expected"), [("tnx", 1), ("nxdi", 0), ("cpu", 0), (None, 0)]
+        ("loader", "expected"), [("tnx", 1), ("nxdi", 1), ("cpu", 0), (None, 0)]
     )
     def test_an_option_of_both_waits_for_the_loader(self, loader, expected):
         chosen = options(**DRAFT, rolling_batch_strategy="naive_rolling_batch")

@@ -9,6 +9,7 @@ import torch
 
 from djl_python_neuronx.backends.base import Float32Array, Int32Array, ModelSpec, Rows, Want
 from djl_python_neuronx.backends.nxdi.ahead import StepAhead
+from djl_python_neuronx.backends.nxdi.fused import accepted
 from djl_python_neuronx.backends.nxdi.spec import prompt_lengths
 from djl_python_neuronx.backends.shapes import choose_bucket
 
@@ -30,14 +31,19 @@ class Calls:
         self._seq_ids = torch.arange(spec.num_slots, dtype=torch.int32)
         self._columns = np.arange(spec.max_model_len, dtype=np.int32)
         self._ahead = StepAhead(application) if application.neuron_config.async_mode else None
-        self.num_written = 1 if self._ahead is None else 2
+        self.fused = spec.num_fused_drafts > 0
+        self.num_written = 1 + spec.num_fused_drafts + (self._ahead is not None)
         """Positions of each slot that a decode may write."""
+        eagle = self.fused and application.neuron_config.enable_eagle_speculation
+        self._num_behind = int(eagle)
+        """Columns that a prompt leaves free in each graph but the last: EAGLE counts its tokens by the mask."""
         # It refuses `rows.NO_TOP_P`; the backend has looked at the rows.
         application.validate_sampling_params = lambda _: None
 
     def prompt_bucket(self, length: int) -> int:
         """Return the length of the graph for a prompt."""
-        return choose_bucket(length, self.prompt_buckets)
+        longest = self.prompt_buckets[-1]
+        return choose_bucket(min(length + self._num_behind, longest), self.prompt_buckets)
 
     def num_rows(self, slot: int) -> int:
         """Return the number of rows of a decode whose highest slot is `slot`."""
@@ -64,7 +70,7 @@ class Calls:
         # every column; the next tokens overwrite the others.
         alone = lens <= 1
         tokens[alone], positions[alone] = tokens[alone, :1], 0
-        mask = inside[:, : bucket - 1].astype(np.int32)
+        mask = inside[:, : bucket - (bucket < self.prompt_buckets[-1])].astype(np.int32)
         slot_ids, adapted = torch.from_numpy(slots.copy()), self._adapted(adapters)
         return self._call(tokens, mask, positions, sampling, slot_ids, **adapted)
 
@@ -160,6 +166,9 @@ class Calls:
 
         It attends to position 0 and to itself, with a graph for `length` columns.
         """
+        if self.fused:  # which reads no position beyond its mask
+            length = max(length, int(positions.max()) + 1)
+        length = min(length, self.spec.max_model_len)
         shape = (len(positions), choose_bucket(length, self.spec.token_buckets) - 1)
         mask = np.zeros(shape, np.int32)
         mask[:, 0] = 1
@@ -181,7 +190,7 @@ class Calls:
         seq_ids: torch.Tensor,
         **more: torch.Tensor,
     ) -> Any:  # noqa: ANN401
-        return self.application(
+        output = self.application(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(positions),
@@ -189,3 +198,7 @@ class Calls:
             sampling_params=torch.from_numpy(sampling),
             **more,
         )
+        if self.fused:
+            starts = positions if positions.shape[1] == 1 else None
+            output.tokens = torch.from_numpy(accepted(output, starts))
+        return output

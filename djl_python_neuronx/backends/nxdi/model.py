@@ -13,6 +13,7 @@ from typing import Any
 
 from djl_python_neuronx.backends.neuron import check_keywords, import_library
 from djl_python_neuronx.backends.nxdi.contrib.application import contributed
+from djl_python_neuronx.backends.nxdi.fused import fuse
 from djl_python_neuronx.backends.nxdi.masks import mask_prefixes
 from djl_python_neuronx.backends.plan import LoadPlan
 from djl_python_neuronx.backends.rotary import rotary_fields
@@ -72,21 +73,36 @@ def construct(plan: LoadPlan, compiled: Path | None = None, **keywords: object) 
         keywords["quantized_checkpoints_path"] = str((compiled or plan.model_dir) / QUANTISED)
     if plan.code is not None:
         return _contributed(plan, plan.code, compiled, keywords)
-    configuration = _read_config(plan, compiled)
-    _translate(configuration, plan)
-    made = find_class(configuration.model_type)
-    neuron_config = _neuron_config(made, keywords)
-    if neuron_config.is_prefix_caching:
-        mask_prefixes()
-    adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
-    config = made.get_config_cls()(
-        neuron_config, load_config=adapter.load_pretrained_config(hf_config=configuration)
-    )
+    made, config = _configure(plan, compiled, keywords)
+    if plan.fused_draft is not None:
+        made = fuse(made, config, plan, plan.fused_draft, keywords, _configure)
     application = _made(made, config, plan)
     if plan.num_speculative_tokens:
         # The library makes a graph that verifies drafts in its place, which has the layout of the weights.
         application.enable_token_generation(enable_wlt_optimization=False)
     return application
+
+
+def _configure(
+    plan: LoadPlan,
+    compiled: Path | None,
+    keywords: Mapping[str, Any],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Any, Any]:
+    """Return the library's class for a plan's model, and its configuration.
+
+    `changes`: what its `NeuronConfig`, made of `keywords`, gets afterwards.
+    """
+    configuration = _read_config(plan, compiled)
+    _translate(configuration, plan)
+    made = find_class(configuration.model_type)
+    neuron_config = _neuron_config(made, keywords)
+    vars(neuron_config).update(changes)
+    if neuron_config.is_prefix_caching:
+        mask_prefixes()
+    adapter = importlib.import_module(f"{_LIBRARY}.utils.hf_adapter")
+    load = adapter.load_pretrained_config(hf_config=configuration)
+    return made, made.get_config_cls()(neuron_config, load_config=load)
 
 
 def _contributed(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from djl_python_neuronx.backends.base import Int32Array, Rows, StepOutput
 from djl_python_neuronx.backends.nxdi.calls import Calls
 from djl_python_neuronx.backends.nxdi.rows import FREE
+from djl_python_neuronx.errors import StepError
 
 _PROBES = 4
 """Tokens to try before one that follows all of them is taken for the one that NaN yields: clearing a slot takes a call
@@ -55,7 +56,8 @@ class Doubts:
             later = (rows.starts > 0) & (self._newest[slots] >= 0)
             same = later & (ids == self._newest[slots])
             healthy = later & ~same & (ids >= 0)
-            self._newest[slots] = ids
+            last = np.maximum(np.count_nonzero(output.ids >= 0, axis=1), 1) - 1
+            self._newest[slots] = output.ids[np.arange(len(last)), last]
             self._repeats[slots] = np.where(same, self._repeats[slots] + 1, 0)
         first, end = clean, clean
         if not healthy.all():
@@ -120,8 +122,16 @@ class Mender:
         for turn in range(int(self._calls.application.config.num_hidden_layers) + 1):
             if not self.is_spoiled(FREE, doubtful.stop):
                 return
+            if turn and self._calls.fused:
+                # Its decodes read all positions up to those that they write.
+                message = f"slot {self._slot} holds NaN behind the longest prompt, which only another load removes"
+                error = StepError(message)
+                error.fatal = True
+                raise error
             if turn == 0:
                 blank(self._slot, longest)
+            if self._calls.fused:
+                continue
             for position in range(max(doubtful.start, longest), doubtful.stop):
                 self._decode(0, position, 1)
 
@@ -135,7 +145,7 @@ class Mender:
             output = self._decode(token_id, position, end)
             if output.logits is not None:
                 return not bool(output.logits[self._slot, 0, 0].isfinite())
-            found.add(int(output.tokens[self._slot]))
+            found.add(int(output.tokens.reshape(len(output.tokens), -1)[self._slot, 0]))
             if len(found) > 1:
                 return False
         return True

@@ -32,7 +32,8 @@ def answer(output: Any, rows: Rows, spec: ModelSpec) -> StepOutput:  # noqa: ANN
         logits = np.ascontiguousarray(found, np.float32)
         if on_host:
             return StepOutput(logits)
-    ids = of_rows(output.tokens).reshape(len(rows.slots), -1)[:, :columns]
+    ids = of_rows(output.tokens).reshape(len(rows.slots), -1)
+    ids = ids if columns else ids[:, :0]
     if Want.LOGITS in spec.outputs:
         # One column is enough: the output layer spreads NaN over the whole vocabulary.
         ids = np.where(np.isfinite(of_rows(output.logits[:, 0, :1])), ids, -1)

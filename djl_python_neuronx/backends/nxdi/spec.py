@@ -16,7 +16,9 @@ drawn (modules/generation/sampling.py, 0.9)."""
 
 def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  # noqa: ANN401
     """Return the spec of a loaded application. `of_mode`: fields that depend on how it batches."""
-    config, wrapper = application.neuron_config, application.token_generation_model
+    config = application.neuron_config
+    lookahead = config.speculation_length if plan.fused_draft else 0
+    wrapper = application.fused_spec_model if lookahead else application.token_generation_model
     sampling = config.on_device_sampling_config
     dynamic = sampling is not None and sampling.dynamic
     vocab_size = int(application.config.vocab_size)
@@ -30,7 +32,9 @@ def read_spec(application: Any, plan: LoadPlan, **of_mode: Any) -> ModelSpec:  #
     return make_spec(
         plan,
         vocab_size,
-        lengths(wrapper),
+        # A decode reads and writes as many positions further, which the last graph has besides.
+        [length - lookahead for length in lengths(wrapper)],
+        num_fused_drafts=max(lookahead - 1, 0),
         decode_slots=tuple(sorted(batches)) if len(batches) > 1 else (),
         outputs=outputs,
         num_speculative_tokens=plan.num_speculative_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, log2
+from typing import Any
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import SMALLEST_BUCKET
@@ -51,6 +52,10 @@ def write_arguments(case: Case) -> LibraryArguments:
     config.update(_lengths(case, _prompts(case)))
     if case.lookahead:
         config["speculation_length"] = options.speculative_length + 1
+    if case.fused:
+        drafts, of_draft = _fused(options)
+        config.update(drafts)
+        arguments.fused_draft.update(of_draft)
     config.update(_batches(options, case.continuous_batching))
     config.update(_blocks(case))
     config.update(_quantised(case, options))
@@ -77,6 +82,8 @@ def graphs(case: Case) -> Iterator[PlannedGraph]:
     lengths = _decodes(case)
     if case.lookahead:
         yield from (PlannedGraph("speculation", length, slots) for length in lengths)
+    if case.fused:
+        return
     for size in sorted({*(options.token_generation_batches or ()), slots}):
         yield from (PlannedGraph("decode", length, size) for length in lengths)
 
@@ -111,6 +118,21 @@ def _prompts(case: Case) -> tuple[int, ...]:
     if not prompts or limit is None or case.continuous_batching or case.slots == 1:
         return prompts
     return (*(length for length in prompts if length < limit), limit)
+
+
+def _fused(options: ServingOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return keywords for a draft model in the same graphs, and those in which its own configuration differs."""
+    eagle = options.draft_model_kind != "draft_model"
+    eagle3 = options.draft_model_kind == "eagle3"
+    config = put(
+        {"enable_fused_speculation": True},
+        enable_eagle_speculation=eagle or None,
+        is_eagle3=eagle3 or None,
+        enable_eagle_draft_input_norm=options.enable_eagle_draft_input_norm or eagle3 or None,
+    )
+    draft: dict[str, Any] = {"enable_fused_speculation": False}
+    draft |= {"is_eagle_draft": True} if eagle else {"speculation_length": 0}
+    return config, put(draft, tp_degree=options.draft_model_tp_size)
 
 
 def _decodes(case: Case) -> Sequence[int]:

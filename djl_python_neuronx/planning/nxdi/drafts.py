@@ -65,4 +65,5 @@ def findings(case: Case) -> Iterator[Finding]:
             "rejected drafts would overwrite what the model's sliding window holds; set "
             f"n_positions={case.model.sliding_window} at most, or leave it out"
         )
-        yield Finding((_LOOKUP, "n_positions"), problem)
+        source = "speculative_draft_model" if case.options.drafting else _LOOKUP
+        yield Finding((source, "n_positions"), problem)

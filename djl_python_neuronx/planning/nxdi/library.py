@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from djl_python_neuronx.config.device_sampling import OnDeviceGeneration
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.planning.capabilities import Heads, round_up
 from djl_python_neuronx.planning.case import Case, Filled, NeuronBackend
@@ -28,11 +29,14 @@ def _padded_heads(model: ModelFacts, degree: int, _strategy: str | None, _slots:
 
 
 def _fill(case: Case, positions: int, _slots: int) -> Filled:
-    """Return the blocks of prefix caching.
+    """Return the blocks of prefix caching, or for a fused draft model greedy sampling on the device.
 
-    Without it: static batches where requests come in batches, as one call prefills all their prompts.
+    Without them: static batches where requests come in batches, as one call prefills all their prompts.
     """
     options = case.options
+    if case.fused and options.on_device_generation is None:
+        why = "the device verifies the drafts"
+        return {"on_device_generation": (OnDeviceGeneration(top_k=1), why)}
     if case.effective.enable_prefix_caching:
         filled: Filled = {}
         if options.is_block_kv_layout is None:
@@ -78,8 +82,10 @@ LIBRARY: Final = NeuronBackend(
     not_served=REFUSED,
     with_code=WITH_CODE,
     later=LATER,
+    partly=("speculative_draft_model",),
     # It leaves out the token with which the sum of probabilities reaches top_p.
     host_samples=("top_p below 1",),
+    fuses=True,
     weights=frozenset({"ranks"}),
     writes_behind=True,
 )

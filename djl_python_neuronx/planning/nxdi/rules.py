@@ -17,7 +17,7 @@ from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.lora import MODULES
 from djl_python_neuronx.planning.model import first_size
-from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, versions
+from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, speculation, versions
 from djl_python_neuronx.planning.nxdi.arguments import graphs, prefixes, write_arguments
 from djl_python_neuronx.planning.nxdi.capabilities import QUANTISED_BIASES
 
@@ -345,6 +345,7 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_BATCHES,
     *_SAMPLING,
     *drafts.RULES,
+    *speculation.RULES,
 )
 """Checked in this order."""
 
@@ -406,6 +407,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from drafts.findings(case)
     if options.quantize is not None and case.model.config.get("attention_bias"):
         yield Finding(("quantize",), f"{QUANTISED_BIASES}; leave it out")
+    yield from speculation.findings(case)
     yield from contrib_rules.findings(case)
     yield from versions.findings(case, keywords)
 

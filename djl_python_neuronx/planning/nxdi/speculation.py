@@ -1,0 +1,129 @@
+"""Rules of draft models in the graphs of NxD Inference.
+
+Source: neuronx-distributed-inference 0.4 to 0.9, models/model_base.py: `NeuronFusedSpecModel`, `_sample_on_device`,
+`_is_context_encoding`; models/application_base.py: `checkpoint_loader_fn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, above, when
+from djl_python_neuronx.planning.case import Case
+from djl_python_neuronx.planning.model import ModelFacts
+from djl_python_neuronx.planning.nxdi.versions import numbers
+
+_DRAFT, _METHOD = "speculative_draft_model", "draft_model_kind"
+_EAGLE = frozenset({"eagle", "eagle3"})
+_EAGLE3_LAYERS = 7
+"""Fewest layers of which three different ones give EAGLE3 its states."""
+_FUSED = {_DRAFT: SET, "enable_fused_speculation": {None, True}}
+_EXCLUDED = {
+    "async_execution": (SET, "the step that runs ahead is not compared with the accepted drafts"),
+    "output_logits": (SET, "the host would sample other tokens than those that the device accepts"),
+    "rolling_batch_strategy": (
+        "naive_rolling_batch",
+        "a batch that is prefilled again needs all its tokens",
+    ),
+    "token_generation_batches": (SET, "the library verifies drafts of all slots together"),
+    "enable_lora": (SET, "the library gives its adapters to the model alone"),
+    **dict.fromkeys(
+        ("quantize", "kv_cache_quantize", "shard_over_sequence", "nxdi_model_code"),
+        (SET, "it was not run with a draft model"),
+    ),
+    **dict.fromkeys(
+        ("attention_dp_degree", "cp_degree"), (above(1), "it was not run with a draft model")
+    ),
+}
+"""Option to the values that exclude a fused draft model, and why."""
+
+
+RULES = (
+    when(
+        **_FUSED,
+        draft_model_kind="draft_model",
+        on_device_generation=lambda it: it.do_sample or it.dynamic,
+    ).refuse(
+        "the library samples the last of a step's tokens alone, and so verifies a draft model's greedily; leave "
+        "on_device_generation out, or set do_sample=false and dynamic=false"
+    ),
+    when(
+        **_FUSED,
+        draft_model_kind=_EAGLE,
+        on_device_generation=lambda it: it.dynamic and not it.do_sample,
+    ).refuse("the library would verify greedily; set do_sample=true too, or dynamic=false"),
+    *(
+        when(**_FUSED, **{name: values}).refuse(f"{reason}; leave one of them out")
+        for name, (values, reason) in _EXCLUDED.items()
+    ),
+    when(
+        lambda options: options.draft_model_tp_size != options.tensor_parallel_degree,
+        **_FUSED,
+        draft_model_tp_size=SET,
+        tensor_parallel_degree=ANY,
+    ).refuse("in the same graphs both models share the same cores; leave draft_model_tp_size out"),
+    # The states of a prompt's last token have four parts, of which other prefills gather one.
+    when(draft_model_kind="eagle3", speculative_draft_model=SET, sequence_parallel=UNSET).refuse(
+        "EAGLE3 needs prompts that are divided among the cores; set sequence_parallel=true"
+    ),
+    when(
+        lambda options: options.neuron_cc_pipeline_factor != 1,
+        draft_model_kind=_EAGLE,
+        speculative_draft_model=SET,
+        sequence_parallel=SET,
+        neuron_cc_pipeline_factor=ANY,
+    ).refuse(
+        "the library would gather the states of a draft's prompt twice; set neuron_cc_pipeline_factor=1"
+    ),
+    when(draft_model_kind=_EAGLE, speculative_draft_model=UNSET).refuse(
+        "it is the kind of a draft model; set speculative_draft_model, or leave it out"
+    ),
+    when(enable_fused_speculation=True, speculative_draft_model=UNSET).refuse(
+        "there is no draft model in this deployment's settings; set speculative_draft_model, or leave it out"
+    ),
+    when(
+        draft_model_kind=_EAGLE, speculative_draft_model=SET, enable_fused_speculation=False
+    ).refuse(
+        "the draft reads states that only fused graphs have; leave enable_fused_speculation out"
+    ),
+    when(draft_model_kind="draft_model", enable_eagle_draft_input_norm=SET).refuse(
+        "it is of EAGLE drafts; set draft_model_kind=eagle, or leave it out"
+    ),
+    when(speculative_draft_model=SET, enable_fused_speculation=False).refuse(
+        "served with NxD Inference in a later version; leave it out"
+    ),
+)
+
+
+def findings(case: Case) -> Iterator[Finding]:
+    """Yield what does not fit between a model, its fused draft model and the installed version."""
+    if not case.fused:
+        return
+    if case.options.draft_model_kind == "draft_model":
+        problem = "requests that sample are refused, because the device verifies greedily; set temperature=0 in them"
+        yield Finding((_DRAFT,), problem, "warning")
+    if case.draft is not None:
+        yield from _pair(case, case.model, case.draft)
+
+
+def _pair(case: Case, model: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    method = case.options.draft_model_kind
+    old = case.library_version is not None and numbers(case.library_version) < (0, 7)
+    if method in _EAGLE and draft.model_type != "llama":
+        problem = f"NxD Inference has layers of EAGLE for llama alone, not for {draft.model_type}; use another draft"
+        yield Finding((_DRAFT, _METHOD), problem)
+    elif draft.model_type != model.model_type and old:
+        problem = (
+            f"up to NxD Inference 0.6 draft and model have the same class; it is {draft.model_type}, the model's is "
+            f"{model.model_type}: use another, or install 0.7 or a later one"
+        )
+        yield Finding((_DRAFT,), problem)
+    if method in _EAGLE and draft.hidden_size != model.hidden_size:
+        problem = (
+            f"it reads states of {draft.hidden_size} numbers, and those of the model have {model.hidden_size}; use the "
+            "draft that was trained for this model"
+        )
+        yield Finding((_DRAFT, _METHOD), problem)
+    if method == "eagle3" and (model.num_layers or _EAGLE3_LAYERS) < _EAGLE3_LAYERS:
+        problem = f"EAGLE3 needs a model of at least {_EAGLE3_LAYERS} layers, and it has {model.num_layers}; remove it"
+        yield Finding((_METHOD,), problem)
