@@ -94,6 +94,10 @@ _APART = frozenset({"on_device_sampling_config", "top_k_kernel_enabled", "sampli
 _SHAPE = "it changes what a call takes or returns, which the server relies on"
 _HOSTS = "only models on one machine are served"
 _LATER = "not served in this version"
+_MEDUSA = (
+    "NxD Inference returns the tokens of one sequence alone with Medusa; use a draft model or EAGLE"
+)
+_TREE = "drafts are verified as a chain; leave the tree out"
 _DRAFTS = "set option.speculative_draft_model, and draft_model_kind for EAGLE"
 RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     **dict.fromkeys(("output_all_logits", "log_softmax_scores"), (False, _SHAPE)),
@@ -116,6 +120,9 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     "lora_config": (None, "set option.enable_lora, and the other options of adapters"),
     "is_eagle_target": (False, _LATER),
     **{name: (row.harmless, _LATER) for name, row in NOT_SERVED.items() if name in UNSUPPORTED},
+    "is_medusa": (False, _MEDUSA),
+    **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), (0, _MEDUSA)),
+    **dict.fromkeys(("medusa_tree", "token_tree_config"), (None, _TREE)),
 }
 """Keyword to the one value that changes nothing, and why any other is refused."""
 _NO_EFFECT: Mapping[str, object] = {

@@ -100,6 +100,7 @@ def obtained(
 
 
 def compile_here(backend: str, plan: LoadPlan, target: Path, **_: object) -> None:
+    """Compile as `compile_guarded`, in this process."""
     compiler = backends.compiler(backend)
     assert compiler is not None
     compiler.compile(plan, target)

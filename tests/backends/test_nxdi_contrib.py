@@ -40,7 +40,7 @@ from djl_python_neuronx.planning.nxdi import contrib, contrib_rules
 from djl_python_neuronx.planning.nxdi.contrib import Code, Row
 from tests.artifacts.folders import torchscript
 from tests.backends.double_traffic import VOCAB_SIZE, assert_expected, folder_of
-from tests.backends.nxdi_plans import _compile_here, loaded, nxdi_plan
+from tests.backends.nxdi_plans import compile_here, loaded, nxdi_plan
 from tests.doubles import nxdi_double
 from tests.doubles.hub import COMMITS, Hub
 from tests.doubles.neuron_machine import TINY
@@ -537,7 +537,7 @@ def test_an_output_has_the_code_and_is_served_with_it_alone(
     tmp_path: Path, made: list[Any], known: Callable[..., Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile_archive(backend: str, plan: LoadPlan, target: Path, **more: object) -> None:
-        _compile_here(backend, plan, target, **more)
+        compile_here(backend, plan, target, **more)
         torchscript(target / nxdi_double.GRAPHS)
         for path in (target / "weights").glob("*.safetensors"):
             save_file({"w": torch.ones(1)}, path)
