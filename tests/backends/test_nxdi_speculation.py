@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +13,19 @@ torch = pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
 from djl_python_neuronx.backends.base import Backend, Step, StepOutput, Want  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
-from djl_python_neuronx.errors import ArtifactMismatchError  # noqa: E402
-from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
-from djl_python_neuronx.loading.compiled import obtain  # noqa: E402
-from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
-from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
-from djl_python_neuronx.planning.machines import named  # noqa: E402
-from djl_python_neuronx.sampling import SamplingParams  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.nxdi_plans import (  # noqa: E402
-    SETTINGS,
-    compile_here,
     loaded,
     obtained,
     save_variant,
 )
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
-from tests.distributions import assert_followed, hugging_face  # noqa: E402
-from tests.doubles.device_driver import make_rows  # noqa: E402
 from tests.doubles.eagle_models import EagleReference, learn, save_eagle, turn  # noqa: E402
 from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
-from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 
 pytestmark = pytest.mark.nxdi
 
 DRAFTS = 3
-PROMPT, NEXT, PAIRS = [5, 6, 7], 9, 700
-SAMPLED = ((5, 1.0), (16, 0.5), (3, 2.0), (1, 1.0))
-"""top_k and temperature of each row."""
-GENERATION = '{"do_sample": true, "dynamic": true, "global_top_k": 16, "top_k": 16}'
 EAGLE3 = {"sequence_parallel": "true", "neuron_cc_pipeline_factor": "1"}
 
 
@@ -148,85 +130,3 @@ def test_eagle_drafts_what_its_paper_defines(eagle: Any) -> None:
             at += wanted[-1]
         # The last step may accept more than there were to generate.
         assert counting.tokens[:-1] == wanted[:-1], length
-
-
-@pytest.mark.parametrize("kind", ["eagle"])
-def test_sampled_tokens_of_a_step_are_drawn_from_the_models_distribution(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """The first token of a step, and the second, whether a draft stood or the next step gave it."""
-    monkeypatch.setenv("NXDI_RIG_SEED", "7")
-    folder, draft = eagle_pair(tmp_path, kind)
-    made = drafting(folder, tmp_path, draft, draft_model_kind=kind, on_device_generation=GENERATION)
-    model, draws = load_reference(folder), dict[Any, Any]()
-    with loaded(made.plan, made.folder) as backend:
-        for slot in range(len(SAMPLED)):
-            backend.acquire(slot, PROMPT, 0)
-            backend.run(Step(prefill=make_rows({slot: PROMPT}, wants=Want.TOKENS)))
-        pairs, stood = [list[tuple[int, int]]() for _ in SAMPLED], 0
-        for _ in range(PAIRS):
-            first = decoded(backend, [[NEXT]] * len(SAMPLED), len(PROMPT))
-            second = decoded(backend, [ids[:1] for ids in first], len(PROMPT) + 1)
-            for row, (now, then) in enumerate(zip(first, second, strict=True)):
-                stood += len(now) > 1
-                pairs[row].append((now[0], now[1] if len(now) > 1 else then[0]))
-    assert 0.1 < stood / PAIRS / len(SAMPLED) < 0.9
-    for row, (top_k, temperature) in enumerate(SAMPLED):
-        params = SamplingParams(temperature=temperature, top_k=top_k)
-        firsts = [one for one, _ in pairs[row]]
-        draws[params, 1] = firsts, hugging_face(logits_of(model, *PROMPT, NEXT), params)
-        common = max(set(firsts), key=firsts.count)
-        seconds = [other for one, other in pairs[row] if one == common]
-        wanted = hugging_face(logits_of(model, *PROMPT, NEXT, common), params)
-        draws[params, 2] = seconds, wanted
-    assert_followed(draws)
-
-
-def decoded(backend: Backend, ids: list[list[int]], start: int) -> list[list[int]]:
-    """The tokens that a decode gives the first slots, each sampled as `SAMPLED` says."""
-    slots = range(len(ids))
-    rows = make_rows(dict(zip(slots, ids, strict=True)), dict.fromkeys(slots, start), Want.TOKENS)
-    rows.sampling[:] = [(top_k, 1.0, temperature) for top_k, temperature in SAMPLED]
-    output = backend.run(Step(decode=rows))
-    assert output.ids is not None
-    return [[token for token in row if token >= 0] for row in output.ids.tolist()]
-
-
-def logits_of(model: Any, *tokens: int) -> Any:
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0, -1]
-
-
-def test_a_compiled_output_has_the_draft_and_refuses_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its divided weights hold both models: neither checkpoint is needed."""
-    folder, draft = eagle_pair(tmp_path, "eagle")
-    environ = {**os.environ, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
-    settings = {
-        **SETTINGS,
-        "speculative_draft_model": str(draft),
-        "draft_model_kind": "eagle",
-        "speculative_length": str(DRAFTS),
-    }
-    monkeypatch.setattr(graphs, "compile_guarded", compile_here)
-    machine, output = named("trn1.32xlarge"), tmp_path / "output"
-    forget_draft_group()
-    compile_model(str(folder), str(output), environ=environ, overrides=settings, machine=machine)
-    reference = load_reference(folder)
-    shutil.rmtree(folder)
-    shutil.rmtree(draft)
-    found = prepare_or_raise(None, output, environ=environ, machine=machine)
-    made = obtain(found, lambda: TOKENIZER)
-    assert (made.plan.kind, made.plan.fused_draft) == ("ranks", output / "draft")
-    with loaded(made.plan, made.folder) as backend:
-        assert assert_like_alone(backend, reference, seed=3) > 100
-    other = save_eagle(tmp_path / "other", output, kind="eagle", seed=9)
-    with pytest.raises(ArtifactMismatchError, match="draft_digest"):
-        prepare_or_raise(
-            None,
-            output,
-            environ=environ,
-            machine=machine,
-            overrides={"speculative_draft_model": str(other)},
-        )

@@ -656,11 +656,7 @@ NXDI = [
         for given, breaks, mends in (
             (_FUSED, {"do_sample": True}, {"on_device_generation": {"do_sample": False}}),
             (_FUSED, {"dynamic": True}, {"on_device_generation": {"dynamic": False}}),
-            (
-                _EAGLE,
-                {"dynamic": True},
-                {"on_device_generation": {"dynamic": True, "do_sample": True}},
-            ),
+            (_EAGLE, {"do_sample": True}, {"on_device_generation": {"do_sample": False}}),
         )
     ),
     Row(

@@ -39,19 +39,10 @@ _EXCLUDED = {
 
 
 RULES = (
-    when(
-        **_FUSED,
-        draft_model_kind="draft_model",
-        on_device_generation=lambda it: it.do_sample or it.dynamic,
-    ).refuse(
-        "the library samples the last of a step's tokens alone, and so verifies a draft model's greedily; leave "
-        "on_device_generation out, or set do_sample=false and dynamic=false"
+    when(**_FUSED, on_device_generation=lambda it: it.do_sample or it.dynamic).refuse(
+        "the device verifies drafts greedily: the library samples the last of a step's tokens alone, and EAGLE was not "
+        "run with sampling; leave on_device_generation out, or set do_sample=false and dynamic=false"
     ),
-    when(
-        **_FUSED,
-        draft_model_kind=_EAGLE,
-        on_device_generation=lambda it: it.dynamic and not it.do_sample,
-    ).refuse("the library would verify greedily; set do_sample=true too, or dynamic=false"),
     *(
         when(**_FUSED, **{name: values}).refuse(f"{reason}; leave one of them out")
         for name, (values, reason) in _EXCLUDED.items()
@@ -99,9 +90,8 @@ def findings(case: Case) -> Iterator[Finding]:
     """Yield what does not fit between a model, its fused draft model and the installed version."""
     if not case.fused:
         return
-    if case.options.draft_model_kind == "draft_model":
-        problem = "requests that sample are refused, because the device verifies greedily; set temperature=0 in them"
-        yield Finding((_DRAFT,), problem, "warning")
+    problem = "requests that sample are refused, because the device verifies greedily; set temperature=0 in them"
+    yield Finding((_DRAFT,), problem, "warning")
     if case.draft is not None:
         yield from _pair(case, case.model, case.draft)
 
