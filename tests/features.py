@@ -37,6 +37,8 @@ class Feature:
     metrics: tuple[str, ...] = ()
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Name → seed of its weights."""
+    changes: Callable[[Any], Any] = lambda model: model
+    """Changes the weights of transformers' model to those that the feature computes with."""
 
     @property
     def names(self) -> tuple[str | None, ...]:
@@ -128,11 +130,20 @@ def base_model() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval()
 
 
-def prepared(
-    feature: Feature, work: Path, convert: Callable[[Any], Any] = lambda model: model
-) -> tuple[dict[str, str], list[Asked]]:
+def in_int8(model: Any) -> Any:
+    """Round the layers' weights to int8, symmetric, with a scale for each output: the largest one is 127."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                scale = module.weight.abs().amax(dim=1, keepdim=True) / 127
+                module.weight.copy_((module.weight / scale).round() * scale)
+    return model
+
+
+def prepared(feature: Feature, work: Path) -> tuple[dict[str, str], list[Asked]]:
     """The options of a feature, whose adapters are written, and all its questions."""
-    options, asked = dict(feature.options), questions(convert(base_model()), None, 1)
+    options = dict(feature.options)
+    asked = questions(feature.changes(base_model()), None, 1)
     places = []
     for name, seed in feature.adapters.items():
         asked += questions(save_adapter(work / name, seed), name, seed + 1)

@@ -25,7 +25,7 @@ from tests.clients.answers import FORMS, SSE, judge
 from tests.clients.embedded import Embedded
 from tests.djl.folders import write_model
 from tests.doubles import neuron_machine
-from tests.features import Asked, Feature, prepared
+from tests.features import Asked, Feature, in_int8, prepared
 from tests.processes import engines, wait_until
 
 LORA = {"enable_lora": "true", "max_loras": "2", "max_lora_rank": "8"}
@@ -48,6 +48,7 @@ FEATURES: Mapping[str, Feature] = {
         {**CPU, **LORA, **LOOKUP, "enable_prefix_caching": "true"}, CACHED + DRAFTS, ADAPTERS
     ),
     "nxdi adapters, look-up": Feature({**NXDI, **LORA, **LOOKUP}, DRAFTS, ADAPTERS),
+    "nxdi int8": Feature({**NXDI, "quantize": "static_int8"}, changes=in_int8),
     "nxdi prefixes": Feature({**NXDI, "enable_prefix_caching": "true"}, CACHED),
     "nxdi ahead": Feature({**NXDI, **DEVICE, "async_execution": "true"}),
 }
