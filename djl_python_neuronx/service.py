@@ -108,10 +108,7 @@ class Service:
                 limit_s = options.text_timeout
                 self.custom = custom.CustomFormatters(functions, self.tokenizer, limit_s, threads)
             started.result()
-            taken_over = None if before is None else before.adapters
-            self.adapters: Adapters = Adapters(
-                self.loop, options, adapters, fetch_adapter, taken_over
-            )
+            self.adapters = Adapters(self.loop, options, adapters, fetch_adapter)
             made.pop_all()
         if before is None:
             self.show()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.replicas import Replicas
-from djl_python_neuronx.errors import BackendUnavailableError, RequestError
+from djl_python_neuronx.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -25,29 +25,16 @@ class Adapters:
         self,
         loop: Replicas,
         options: ServingOptions,
-        found: Mapping[str, Path],
+        found: Iterable[str],
         fetch: Callable[[str, str], Path],
-        before: Adapters | None = None,
     ) -> None:
-        """`found`: the folders of those that each engine loads at its start, in the order of their places.
+        """`found`: the names of those that each engine loads at its start, in the order of their places.
 
-        `fetch` makes a checked folder of a name and a source, or raises a `ServingError`. `before`: of the service that
-        this one replaces; what was registered there while requests ran is taken over.
-
-        Raises:
-            ServingError: there is no place for one of them.
+        `fetch` makes a checked folder of a name and a source, or raises a `ServingError`.
         """
-        self._loop, self._options, self._found, self._fetch = loop, options, found, fetch
+        self._loop, self._options, self._fetch = loop, options, fetch
         self._changing = threading.Lock()
-        self.is_open = before is None
-        """False during a reload: of what is registered then, one of the two services would not know."""
         loop.places.update({name: place for place, name in enumerate(found, 1)})
-        if before is not None:
-            with before._changing:
-                for name, place in before._loop.places.items():
-                    folder = before._loop.adapter(place)
-                    if folder not in {None, before._found.get(name)} and name not in found:
-                        self._load(name, folder, place)
 
     def register(self, name: str, source: str, *, replaces: bool = False) -> None:
         """Load an adapter, then give it its name, with `replaces` also that of another one, whose requests go on.
@@ -84,8 +71,8 @@ class Adapters:
                 raise RequestError(msg)
         logger.info("adapter_unregistered name=%r", name)
 
-    def _load(self, name: str, folder: Path | None, wanted: int = 0) -> None:
-        """Load an adapter into a free place, the one that is `wanted` if it is free."""
+    def _load(self, name: str, folder: Path) -> None:
+        """Load an adapter into a free place."""
         taken = {*self._loop.places.values(), *self._loop.places_in_use}
         free = [one for one in range(1, self._options.max_loras + 1) if one not in taken]
         if not free:
@@ -95,10 +82,9 @@ class Adapters:
                 "an adapter that was unregistered until their end. Unregister one, or raise option.max_loras"
             )
             raise RequestError(msg)
-        place = wanted if wanted in free else free[0]
-        self._loop.set_adapter(place, folder)
-        self._loop.places[name] = place
-        logger.info("adapter_registered name=%r folder=%s place=%d", name, folder, place)
+        self._loop.set_adapter(free[0], folder)
+        self._loop.places[name] = free[0]
+        logger.info("adapter_registered name=%r folder=%s place=%d", name, folder, free[0])
 
     def _check(self) -> None:
         if self._options.adapter_sources is None:
@@ -106,6 +92,3 @@ class Adapters:
                 "the adapters of this server do not change; set option.adapter_sources to allow it"
             )
             raise RequestError(msg)
-        if not self.is_open:
-            msg = "the model is being reloaded; retry when that has ended"
-            raise BackendUnavailableError(msg)

@@ -214,13 +214,16 @@ class Engine:
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
 
-    def uses(self, adapter: int) -> bool:
-        """True while a sequence of an adapter's place lives."""
-        return any(sequence.request.adapter == adapter for sequence in [*self._live.values()])
-
     def set_adapter(self, place: int, folder: Path | None) -> None:
-        """Load an adapter into a place that is not in use, or empty it: see `Backend`."""
+        """Load an adapter into a place, or empty it: see `Backend`.
+
+        Raises:
+            BackendError: a sequence has the place, and nothing is changed.
+        """
         self._finish_last()
+        if place in {sequence.request.adapter for sequence in self._live.values()}:
+            msg = f"the place {place} of an adapter is in use; retry when its requests have ended"
+            raise BackendError(msg)
         self._backend.set_adapter(place, folder)
 
     def abort(self, request_id: str) -> None:

@@ -1,10 +1,10 @@
 """The connection between front and engine: messages are JSON arrays, their kind first, each after its length.
 
 From the front: ``["vocabulary", [tokens, special ids]]``, then ``["add", request]``, ``["abort", id]`` and
-``["adapter", [number, place, folder or null]]``; the end of the connection ends the engine. From the engine:
+``["adapter", [place, folder or null]]``; the end of the connection ends the engine. From the engine:
 ``["progress", text]``, then ``["ready", facts]`` or ``["failed", code, message]``; afterwards ``["entering", ids]``
-before requests get slots, ``["first_call"]``, ``["step", …]`` (see `encode_step`), ``["adapter", number, error or
-null]`` and at last ``["dead", code, message]``.
+before requests get slots, ``["first_call"]``, ``["step", …]`` (see `encode_step`), ``["adapter", error or null]`` for
+each change in its order, and at last ``["dead", code, message]``.
 """
 
 from __future__ import annotations

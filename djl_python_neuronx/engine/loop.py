@@ -296,8 +296,8 @@ class EngineLoop:
                 self._note_entering(*fields)
                 continue
             if kind == "adapter":
-                number, failure = fields
-                self.streams.adapter_set(number, decode_error(failure))
+                (failure,) = fields
+                self.streams.adapter_set(decode_error(failure))
                 continue
             self._patience_s = self._settings.step_timeout_s
             result, self.state = decode_step(*fields)

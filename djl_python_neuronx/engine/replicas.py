@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from djl_python_neuronx.backends.base import ModelSpec
 from djl_python_neuronx.engine.delivery import notify
 from djl_python_neuronx.engine.limits import check
-from djl_python_neuronx.engine.link import EngineState, Link
+from djl_python_neuronx.engine.link import EngineState
 from djl_python_neuronx.engine.loop import JOIN_S, STOPPING, EngineLoop, Host, LoopSettings
 from djl_python_neuronx.engine.streams import AsyncQueue, Generation, Observer, OutputQueue, Stream
 from djl_python_neuronx.engine.worker import SWITCH_INTERVAL_S
@@ -101,8 +101,6 @@ class Replicas:
         self._adapters = adapters
         self._changed: dict[int, Path | None] = {}
         """The places that have another adapter than an engine loads at its start, and the folders."""
-        self._changing = threading.Lock()
-        """Held while an adapter is changed, before `_lock`."""
         self.copies: list[Copy] = []
         for i, launch in enumerate(launches):
             new_loop = partial(
@@ -259,41 +257,32 @@ class Replicas:
     def set_adapter(self, place: int, folder: Path | None) -> None:
         """Load the adapter of a PEFT folder, which has been checked, into a place of all copies; None: empty the place.
 
-        Blocks until each copy with an engine has done so, which waits for the requests of the place to end; it refuses
-        new ones meanwhile. An engine that starts later gets it, too. After an error the place has what it had before.
+        No open request may have the place, and one thread at a time may call. Blocks until each copy with an engine has
+        done so. An engine that starts later gets it, too. After an error the place has what it had before.
 
         Raises:
             RequestError: the model cannot change its adapters.
             ServingError: an engine refuses the adapter, or has ended before it had loaded it.
         """
-        with self._changing:
-            before = self.adapter(place)
-            try:
-                self._change(place, folder)
-            except ServingError:
-                with suppress(ServingError):  # the engine has logged it
-                    self._change(place, before)
-                raise
+        before = self.adapter(place)
+        try:
+            self._change(place, folder)
+        except ServingError:
+            with suppress(ServingError):  # the engine has logged it
+                self._change(place, before)
+            raise
 
     def _change(self, place: int, folder: Path | None) -> None:
-        """Change a place in every engine that is ready, also those that become ready meanwhile."""
-        changed: set[Link] = set()
-        while True:
-            changes: list[Future[None]] = []
-            with self._lock:
-                for loop in self._loops:
-                    if (link := loop.streams.link) is None or link in changed:
-                        continue
-                    if not loop.spec.changes_adapters:
-                        msg = "the loaded model cannot change its adapters; set option.adapters, and restart the server"
-                        raise RequestError(msg)
-                    changed.add(link)
-                    changes.append(loop.streams.set_adapter(place, folder))
-                if not changes:
-                    self._changed[place] = folder
-                    return
-            for change in changes:
-                change.result()
+        """Change a place in every engine that is ready. Those that become ready later get it before any request."""
+        with self._lock:
+            ready = [loop for loop in self._loops if loop.streams.link is not None]
+            if not all(loop.spec.changes_adapters for loop in ready):
+                msg = "the loaded model cannot change its adapters; set option.adapters, and restart the server"
+                raise RequestError(msg)
+            self._changed[place] = folder
+            changes = [loop.streams.set_adapter(place, folder) for loop in ready]
+        for change in changes:
+            change.result()
 
     # Requests
 

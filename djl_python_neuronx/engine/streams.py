@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import threading
 import time
@@ -311,9 +310,8 @@ class StreamRegistry:
         request follows the one that adds it."""
         self._open: dict[str, Stream] = {}
         self._adapters = adapters
-        self._numbers = itertools.count()
-        self.changes: dict[int, Future[None]] = {}
-        """The changes of adapters that the engine has not answered."""
+        self.changes = deque[Future[None]]()
+        """The changes of adapters that the engine has not answered; it does so in their order."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -341,13 +339,10 @@ class StreamRegistry:
         """Give adapters and all requests to an engine that is ready; None: they wait for the next one."""
         with self.lock:
             self.link = link
-            unanswered, self.changes = self.changes, {}
-            for change in unanswered.values():
-                change.set_exception(
-                    BackendUnavailableError(
-                        "the engine ended before it had loaded the adapter; retry"
-                    )
-                )
+            unanswered, self.changes = self.changes, deque()
+            for change in unanswered:
+                msg = "the engine ended before it had loaded the adapter; retry"
+                change.set_exception(BackendUnavailableError(msg))
             if link is not None:
                 for place, folder in self._adapters.items():
                     self.set_adapter(place, folder)
@@ -357,15 +352,15 @@ class StreamRegistry:
         """Let the engine, which is ready, change the adapter of a place. The result has its error, if it refuses."""
         with self.lock:
             assert self.link is not None  # noqa: S101  (`Replicas` looks under the lock)
-            number, change = next(self._numbers), Future[None]()
-            self.changes[number] = change
-            self.link.send("adapter", (number, place, None if folder is None else str(folder)))
+            change = Future[None]()
+            self.changes.append(change)
+            self.link.send("adapter", (place, None if folder is None else str(folder)))
             return change
 
-    def adapter_set(self, number: int, error: ServingError | None) -> None:
+    def adapter_set(self, error: ServingError | None) -> None:
         """Take the engine's answer to `set_adapter`."""
         with self.lock:
-            change = self.changes.pop(number)
+            change = self.changes.popleft()
         if error is None:
             change.set_result(None)
         else:

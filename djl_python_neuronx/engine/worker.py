@@ -153,8 +153,6 @@ class _Worker:
         self._expire_every_s = min(EXPIRE_EVERY_S, settings.queue_timeout_s / 4)
         self._places = {*range(settings.num_adapters + 1)}
         """Those that requests may have: place 0, and those with an adapter."""
-        self._changes: list[tuple[int, int, str | None]] = []
-        """Number, place and folder of each adapter that waits until no sequence of its place lives."""
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: EngineState | None = EngineState()
         self._expired_s = time.monotonic()
@@ -167,12 +165,9 @@ class _Worker:
         threading.Thread(target=self._receive, name="djl-neuronx-commands", daemon=True).start()
         call: Call | None = None
         while engine.dead is None:
-            while not engine.has_work or not commands.empty() or self._changes:
+            while not engine.has_work or not commands.empty():
                 self._send(call)
                 call = None
-                self._change_adapters()
-                if engine.has_work and commands.empty():
-                    break
                 if not engine.has_work:
                     self._send_state()
                 command = commands.get()
@@ -198,7 +193,7 @@ class _Worker:
                 if kind == "add":
                     self._add(argument)
                 elif kind == "adapter":
-                    self._commands.put(partial(self._changes.append, argument))
+                    self._commands.put(partial(self._change_adapter, *argument))
                 else:
                     self._commands.put(partial(self._engine.abort, argument))
         finally:
@@ -216,31 +211,25 @@ class _Worker:
 
     def _enter(self, request: EngineRequest, grammar: Grammar | None) -> None:
         try:
-            changing = [place for _, place, _ in self._changes]
-            if request.adapter not in self._places or request.adapter in changing:
+            if request.adapter not in self._places:
                 message = f"the adapter of the request is not loaded now (place {request.adapter}); retry later"
                 raise BackendUnavailableError(message)  # noqa: TRY301
             self._engine.add(request, grammar)
         except Exception as error:  # noqa: BLE001  (as above)
             self._fail(request.request_id, error)
 
-    def _change_adapters(self) -> None:
-        """Load or unload the adapters whose places have no sequences, each place in the order of its changes."""
-        for change in self._changes.copy():
-            number, place, folder = change
-            if self._engine.uses(place):
-                continue
-            self._link.send("first_call")  # as that of a graph it may take long
-            self._changes.remove(change)
-            self._places.discard(place)
-            failure: ServingError | None = None
-            try:
-                self._engine.set_adapter(place, None if folder is None else Path(folder))
-                self._places |= {place} if folder is not None else set()
-            except Exception as error:
-                logger.exception("adapter_failed place=%d folder=%s", place, folder)
-                failure = error if isinstance(error, ServingError) else translate(error)
-            self._link.send("adapter", number, encode_error(failure))
+    def _change_adapter(self, place: int, folder: str | None) -> None:
+        """Load an adapter into a place that no request has, or empty it. After an error it is empty."""
+        self._link.send("first_call")  # as that of a graph it may take long
+        self._places.discard(place)
+        failure: ServingError | None = None
+        try:
+            self._engine.set_adapter(place, None if folder is None else Path(folder))
+            self._places |= {place} if folder is not None else set()
+        except Exception as error:
+            logger.exception("adapter_failed place=%d folder=%s", place, folder)
+            failure = error if isinstance(error, ServingError) else translate(error)
+        self._link.send("adapter", encode_error(failure))
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         """End a request that the engine has not got."""

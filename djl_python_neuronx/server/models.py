@@ -292,8 +292,6 @@ class Loader:
 
     def _reload(self, model: Model, cores: Sequence[str] | ServingError) -> None:
         name = model.names[0]
-        for service in model.services:
-            service.adapters.is_open = False
         try:
             model.reload(partial(self._loads[model], placed=_usable(cores)))
         except BaseException as error:  # noqa: BLE001  (see `_run`)
@@ -303,7 +301,6 @@ class Loader:
         else:
             logger.info("reloaded model=%s", name)
         for service in model.services:
-            service.adapters.is_open = True
             if service.loop.error is not None:
                 self._give_up(model, service.loop.error)
 
