@@ -256,7 +256,7 @@ def _add_convert(commands: Commands) -> None:
     command.add_argument(
         "--dequantize",
         action="store_true",
-        help="write a quantised checkpoint (AWQ, GPTQ, compressed-tensors, FP8) in bfloat16",
+        help="write a quantised checkpoint (AWQ, GPTQ, FP8) in bfloat16",
     )
     _complete(command, _convert, log_level="info")
 

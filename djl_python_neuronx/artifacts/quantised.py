@@ -16,20 +16,11 @@ METHODS: Final = "awq, compressed-tensors, fp8 or gptq"
 _Size = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 _GroupSize = Annotated[_Size | None, BeforeValidator(lambda value: None if value == -1 else value)]
 """Inputs that share a scale; None: all of a layer's."""
-_Form = Literal["float-quantized", "int-quantized", "naive-quantized", "pack-quantized"]
+_Block: TypeAlias = tuple[_Size, _Size]
+_Form = Literal["float-quantized", "naive-quantized"]
 
 
-class _Scheme(BaseModel):
-    desc_act: bool = False
-    """Inputs of a group are not neighbours: each layer has a list of groups."""
-
-    @property
-    def added(self) -> int:
-        """The number that zero points lack."""
-        return 0
-
-
-class Awq(_Scheme):
+class Awq(BaseModel):
     """Source: AutoAWQ 0.2, utils/packing_utils.py and modules/linear/gemm.py; gemv has another layout."""
 
     quant_method: Literal["awq"]
@@ -38,26 +29,24 @@ class Awq(_Scheme):
     group_size: _GroupSize
 
 
-class Gptq(_Scheme):
+class Gptq(BaseModel):
     """Source: AutoGPTQ 0.7, nn_modules/qlinear; GPTQModel 2.0, utils/model.py."""
 
     quant_method: Literal["gptq"]
-    bits: Literal[2, 3, 4, 8]
+    bits: Literal[2, 4, 8]
     group_size: _GroupSize
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
+    """The first one stores zero points less 1."""
+    desc_act: bool = False
+    """Inputs of a group are not neighbours: each layer has a list of groups."""
     dynamic: dict[Annotated[str, Field(pattern="^-:")], Any] | None = None
     """Layers that are not quantised. Other numbers of bits for some layers are not supported."""
 
-    @property
-    def added(self) -> int:
-        """The first format stores zero points less 1."""
-        return int(self.checkpoint_format == "gptq")
-
 
 class _Weights(BaseModel):
-    num_bits: Literal[2, 4, 8]
-    group_size: _GroupSize = None
-    block_structure: tuple[_Size, _Size] | None = None
+    type: Literal["float"]
+    num_bits: Literal[8]
+    block_structure: _Block | None = None
 
 
 class _Group(BaseModel):
@@ -69,8 +58,8 @@ class _Sparsity(BaseModel):
     format: Literal["dense"]
 
 
-class CompressedTensors(_Scheme):
-    """Source: compressed-tensors 0.15, compressors and quantization/quant_args.py."""
+class CompressedTensors(BaseModel):
+    """FP8 alone. Source: compressed-tensors 0.15, compressors and quantization/quant_args.py."""
 
     quant_method: Literal["compressed-tensors"]
     format: _Form
@@ -81,35 +70,17 @@ class CompressedTensors(_Scheme):
     """Rotations of activations, which weights alone do not undo."""
 
     @property
-    def _weights(self) -> _Weights:
-        return next(iter(self.config_groups.values())).weights
-
-    @property
-    def bits(self) -> int:
-        """Bits of a value."""
-        return self._weights.num_bits
-
-    @property
-    def group_size(self) -> int | None:
-        """Inputs that share a scale; None: all of a layer's."""
-        return self._weights.group_size
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Outputs and inputs that share a scale, where that does not follow from the scales' shape."""
-        return self._weights.block_structure or (1, self.group_size or 1)
+    def block(self) -> _Block | None:
+        """Outputs and inputs that share a scale; None: it follows from the scales' shape."""
+        return next(iter(self.config_groups.values())).weights.block_structure
 
 
-class Fp8(_Scheme):
+class Fp8(BaseModel):
     """Source: transformers 4.57, FineGrainedFP8Config; DeepSeek-V3, inference/kernel.py."""
 
     quant_method: Literal["fp8"]
-    weight_block_size: tuple[_Size, _Size] | None = None
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Outputs and inputs that share a scale, where that does not follow from the scales' shape."""
-        return self.weight_block_size or (1, 1)
+    block: _Block | None = Field(None, alias="weight_block_size")
+    """See `CompressedTensors.block`."""
 
 
 Scheme: TypeAlias = Awq | Gptq | CompressedTensors | Fp8

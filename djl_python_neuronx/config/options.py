@@ -537,9 +537,9 @@ class PrecisionOptions(OptionGroup):
     ] = None
     """Store the KV cache in 8 bits: twice as many tokens in the same memory. NxDI has fp8 only."""
     dequantize: Annotated[bool, Option(output="local")] = False
-    """Convert a checkpoint that is quantised (AWQ, GPTQ, compressed-tensors, FP8) to bfloat16 before it is loaded:
-    once, into the folder for downloads. `quantize` may quantise it again, for the device. Without it such checkpoints
-    are an error; docs/artifacts.md has the formats."""
+    """Convert a checkpoint that is quantised (AWQ, GPTQ, FP8) to bfloat16 before it is loaded: once, into the folder
+    for downloads. `quantize` may quantise it again, for the device. Without it such checkpoints are an error;
+    docs/artifacts.md has the formats."""
     all_reduce_dtype: Annotated[Dtype | None, _both("rpl_reduce_dtype")] = None
     """Type in which partial results are summed across cores. NxDI applies it to the projection after attention."""
     cast_logits_dtype: Annotated[

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.doubles.tiny_models import save_tiny_model
 
-# The words of 3-bit values hold 32 of them, so all sizes are multiples of 32.
+# Multiples of the group.
 SIZES: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -104,39 +104,13 @@ def gptq(
     return make
 
 
-def packed(
-    bits: int, size: int | None, *, symmetric: bool, ordered: bool = False
-) -> Callable[..., Layer]:
-    def make(choose: np.random.Generator, outputs: int, inputs: int) -> Layer:
-        each = size or inputs
-        values, zeros, scales = parts(choose, outputs, inputs, bits, each)
-        groups = np.arange(inputs) // each
-        stored = {
-            "weight_packed": tensor(words(values.T, bits).T),
-            "weight_scale": half(scales),
-            "weight_shape": torch.tensor([outputs, inputs]),
-        }
-        if ordered:
-            choose.shuffle(groups)
-            stored["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
-        if symmetric:
-            zeros = np.full_like(zeros, 1 << (bits - 1))
-        else:
-            stored["weight_zero_point"] = tensor(words(zeros, bits))
-        return stored, affine(values, zeros, scales, groups)
-
-    return make
-
-
-def scaled(
-    shape: str, *, dtype: Any = torch.float8_e4m3fn, last: str = "weight_scale", zeros: bool = False
-) -> Callable[..., Layer]:
-    """`shape`: of the scales."""
+def scaled(shape: str, *, last: str = "weight_scale", dims: int = 2) -> Callable[..., Layer]:
+    """`shape`, `dims`: of the scales."""
 
     def make(choose: np.random.Generator, outputs: int, inputs: int) -> Layer:
         weight = torch.from_numpy(
             choose.uniform(-100, 100, (outputs, inputs)).astype(np.float32)
-        ).to(dtype)
+        ).to(torch.float8_e4m3fn)
         rows, columns = {
             "tensor": (outputs, inputs),
             "channel": (1, inputs),
@@ -145,18 +119,12 @@ def scaled(
         }[shape]
         counts = -(-outputs // rows), -(-inputs // columns)
         scales = choose.uniform(0.001, 0.005, counts).astype(np.float32)
-        points = choose.integers(-128, 128, counts) if zeros else np.zeros(counts)
         place = np.ix_(np.arange(outputs) // rows, np.arange(inputs) // columns)
         stored = {"weight": weight, last: torch.from_numpy(scales)}
         if shape == "tensor":
-            stored[last] = stored[last].reshape(1) if zeros else stored[last].reshape(())
-        if zeros:
-            stored["weight_zero_point"] = torch.from_numpy(points.astype(np.int8)).reshape(
-                stored[last].shape
-            )
-        value = weight.float().numpy() - points[place].astype(np.float32)
+            stored[last] = stored[last].reshape([1] * dims)
         stored["input_scale"] = torch.tensor(0.5)
-        return stored, value * scales[place]
+        return stored, weight.float().numpy() * scales[place]
 
     return make
 
@@ -174,28 +142,22 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 _AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 _GPTQ = {"quant_method": "gptq", "sym": False}
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
-_INT = {"num_bits": 8, "type": "int"}
 FORMATS: Mapping[str, tuple[dict[str, Any], Callable[..., Layer]]] = {
     "awq": ({**_AWQ, "group_size": GROUP}, awq(GROUP)),
     "awq, one group": ({**_AWQ, "group_size": -1}, awq(None)),
     **{
         f"gptq {bits}": ({**_GPTQ, "bits": bits, "group_size": GROUP}, gptq(bits, GROUP))
-        for bits in (2, 3, 4, 8)
+        for bits in (2, 4, 8)
     },
     "gptq, one group": ({**_GPTQ, "bits": 4, "group_size": -1}, gptq(4, None)),
     "gptq, ordered, second format": (
         {**_GPTQ, "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"},
         gptq(4, GROUP, first=False, ordered=True),
     ),
-    "packed": (
-        compressed("pack-quantized", num_bits=4, type="int", group_size=GROUP, symmetric=True),
-        packed(4, GROUP, symmetric=True, ordered=True),
+    "float, tensor": (
+        compressed("float-quantized", strategy="tensor", **_FLOAT),
+        scaled("tensor", dims=1),
     ),
-    "packed, zero points": (
-        compressed("pack-quantized", num_bits=8, type="int", symmetric=False),
-        packed(8, None, symmetric=False),
-    ),
-    "float, tensor": (compressed("float-quantized", strategy="tensor", **_FLOAT), scaled("tensor")),
     "float, channel": (
         compressed("float-quantized", strategy="channel", **_FLOAT),
         scaled("channel"),
@@ -204,19 +166,15 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[..., Layer]]] = {
         compressed("float-quantized", strategy="block", block_structure=list(BLOCK), **_FLOAT),
         scaled("block"),
     ),
-    "int, channel": (
-        compressed("int-quantized", strategy="channel", symmetric=False, **_INT),
-        scaled("channel", dtype=torch.int8, zeros=True),
-    ),
-    "int, group": (
-        compressed("int-quantized", strategy="group", group_size=GROUP, **_INT),
-        scaled("group", dtype=torch.int8),
+    "naive, group": (
+        compressed("naive-quantized", strategy="group", group_size=GROUP, **_FLOAT),
+        scaled("group"),
     ),
     "fp8, blocks": (
         {"quant_method": "fp8", "weight_block_size": list(BLOCK), "fmt": "e4m3"},
         scaled("block", last="weight_scale_inv"),
     ),
-    "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, scaled("tensor")),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, scaled("tensor", dims=0)),
 }
 """Name of a format to its `quantization_config`, and to the function that makes a layer."""
 
