@@ -16,6 +16,7 @@ from djl_python_neuronx.artifacts.artifact import (
     require_model_type,
 )
 from djl_python_neuronx.artifacts.folder import Folder, reading, some
+from djl_python_neuronx.artifacts.manifest import FILE_NAME as MANIFEST
 from djl_python_neuronx.artifacts.tensor_files import check_archive
 from djl_python_neuronx.artifacts.weights import (
     Weights,
@@ -599,10 +600,10 @@ def _read_graphs(
             "Compile this model, or serve the one that was compiled."
         )
         raise ArtifactError(msg)
-    if whole.get("fused_spec_config"):
+    if whole.get("fused_spec_config") and MANIFEST not in folder.names:
         msg = (
-            f"{path} has a fused draft model (fused_spec_config), which this version does not serve. Compile the model "
-            "without a draft model."
+            f"{path} has a fused draft model (fused_spec_config), and does not name its content. Compile the model "
+            "again, with option.speculative_draft_model."
         )
         raise ArtifactError(msg)
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,16 @@ torch = pytest.importorskip("torch", reason="the nxdi backend needs torch")
 
 from djl_python_neuronx.backends.base import Backend, Step, StepOutput, Want  # noqa: E402
 from djl_python_neuronx.engine.core import Engine  # noqa: E402
+from djl_python_neuronx.errors import ArtifactMismatchError  # noqa: E402
+from djl_python_neuronx.loading import compiled as graphs  # noqa: E402
+from djl_python_neuronx.loading.compiled import obtain  # noqa: E402
+from djl_python_neuronx.loading.partition import compile_model  # noqa: E402
+from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
+from djl_python_neuronx.planning.machines import named  # noqa: E402
 from djl_python_neuronx.types import GenerationRequest  # noqa: E402
 from tests.backends.nxdi_plans import (  # noqa: E402
+    SETTINGS,
+    compile_here,
     loaded,
     obtained,
     save_variant,
@@ -22,6 +33,7 @@ from tests.backends.nxdi_plans import (  # noqa: E402
 from tests.backends.tnx_engine import assert_like_alone  # noqa: E402
 from tests.doubles.eagle_models import EagleReference, learn, save_eagle, turn  # noqa: E402
 from tests.doubles.tiny_models import load_reference, save_tiny_model  # noqa: E402
+from tests.doubles.toy_tokenizer import TOKENIZER  # noqa: E402
 
 pytestmark = pytest.mark.nxdi
 
@@ -130,3 +142,51 @@ def test_eagle_drafts_what_its_paper_defines(eagle: Any) -> None:
             at += wanted[-1]
         # The last step may accept more than there were to generate.
         assert counting.tokens[:-1] == wanted[:-1], length
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write the tokenizer that a compile needs, of a word for each id."""
+    words = {f"t{i}": i for i in range(96)}
+    tokenizers = importlib.import_module("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_compiled_output_has_the_draft_and_refuses_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its divided weights hold both models: neither checkpoint is needed."""
+    folder, draft = eagle_pair(tmp_path, "eagle")
+    write_tokenizer(folder)
+    environ = {**os.environ, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
+    settings = {
+        **SETTINGS,
+        "speculative_draft_model": str(draft),
+        "draft_model_kind": "eagle",
+        "speculative_length": str(DRAFTS),
+    }
+    monkeypatch.setattr(graphs, "compile_guarded", compile_here)
+    machine, output = named("trn1.32xlarge"), tmp_path / "output"
+    forget_draft_group()
+    compile_model(str(folder), str(output), environ=environ, overrides=settings, machine=machine)
+    reference = load_reference(folder)
+    shutil.rmtree(folder)
+    shutil.rmtree(draft)
+    shutil.rmtree(tmp_path / "cache")
+    found = prepare_or_raise(None, output, environ=environ, machine=machine)
+    made = obtain(found, lambda: TOKENIZER)
+    assert (made.plan.kind, made.plan.fused_draft) == ("ranks", output / "draft")
+    forget_draft_group()
+    with loaded(made.plan, made.folder) as backend:
+        assert assert_like_alone(backend, reference, seed=3) > 100
+    other = save_eagle(tmp_path / "other", output, kind="eagle", seed=9)
+    with pytest.raises(ArtifactMismatchError, match="draft_digest"):
+        prepare_or_raise(
+            None,
+            output,
+            environ=environ,
+            machine=machine,
+            overrides={"speculative_draft_model": str(other)},
+        )
