@@ -119,9 +119,8 @@ def _change_adapter(inputs: Input, change: str) -> Output:
     except ServingError as error:
         return failure(error)
     message = f"Adapter {name} {change}"
-    record = Record(
-        message.encode(), True, {}
-    )  # asynchronous mode reads the content, the others the message
+    # Asynchronous mode reads the content, the others the message.
+    record = Record(message.encode(), True, {})
     return new_output({}, message=message).add(record.encode(), key="data")
 
 

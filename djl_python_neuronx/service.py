@@ -21,7 +21,7 @@ from djl_python_neuronx.engine.limits import longest_prompt, most_characters, wi
 from djl_python_neuronx.engine.loop import JOIN_S, Host, LoopSettings
 from djl_python_neuronx.engine.replicas import Replicas
 from djl_python_neuronx.errors import ServingError
-from djl_python_neuronx.loading.adapter_sources import fetch_allowed
+from djl_python_neuronx.loading.adapters import fetch_allowed
 from djl_python_neuronx.loading.launch import make_launch
 from djl_python_neuronx.loading.prepare import prepare_or_raise
 from djl_python_neuronx.loading.prepared import Prepared

@@ -68,12 +68,13 @@ class Adapter:
     name: str
     place: str
     """The folder, Hugging Face id or URI that was given."""
-    folder: Path | None
-    """The files on this machine, with safetensors; None: they were not fetched, or not converted."""
+    folder: Path
+    """The files on this machine, or the place if they were not fetched."""
     config: Mapping[str, Any] = field(repr=False)
     """Content of its adapter_config.json, empty if that was not fetched."""
     tensors: Mapping[tuple[str, str], TensorEntry] = field(repr=False)
-    """Path of a layer, as in `layers.0.self_attn.q_proj`, and ``A`` or ``B``, to the matrix."""
+    """Path of a layer, as in `layers.0.self_attn.q_proj`, and ``A`` or ``B``, to the matrix. Empty: not fetched, or not
+    safetensors."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -91,11 +92,6 @@ class Adapter:
     def rank(self) -> int:
         """The largest rank of its layers."""
         return max(map(self.layer_rank, self.layers), default=self.config.get("r", 0))
-
-    @property
-    def base_model(self) -> str:
-        """The model that it was trained for, by its configuration; empty if that has none."""
-        return str(self.config.get("base_model_name_or_path") or "")
 
     def layer_rank(self, layer: str) -> int:
         """The rank of a layer."""
@@ -129,7 +125,7 @@ def read(folder: Path, name: str, place: str = "", root: Path | None = None) -> 
     pickle = next((one for one in PICKLES if one in files.names), None)
     if WEIGHTS not in files.names and pickle is not None:
         check_pickles(files, [pickle])
-        adapter = Adapter(name, place or str(folder), None, config, {})
+        adapter = Adapter(name, place or str(folder), folder, config, {})
         _refuse(adapter, _unserved(config))
         return adapter
     header = read_header(files.file(WEIGHTS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
@@ -21,27 +21,20 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@+-]*$"
 
 
 def _listed(value: object) -> object:
-    """Parse ``a=place,b=place``, an object, or vLLM's objects with `name` and `path`.
+    """Parse ``a=place,b=place``, or an object.
 
     Raises:
-        ValueError: a name comes twice, or something is missing.
+        ValueError: a name comes twice.
     """
-    pairs = value
-    if isinstance(value, str) and value.strip()[:1] not in {"[", "{"}:
-        pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
-    elif isinstance(value, str):
-        pairs = parse_object(value if value.strip()[0] == "[" else f"[{value}]")
-    found: list[Any] = []
-    for entry in pairs if isinstance(pairs, list) else [pairs]:
-        if isinstance(entry, dict) and {"name", "path"} <= entry.keys():
-            found.append((entry["name"], entry["path"]))
-        else:
-            found += entry.items() if isinstance(entry, dict) else [entry]
-    names = [pair[0] for pair in found if isinstance(pair, tuple)]
-    if len({name for name in names if isinstance(name, str)}) < len(found):
-        message = "each name must be a text, and come once"
+    if not isinstance(value, str):
+        return value
+    if value.strip().startswith("{"):
+        return parse_object(value)
+    pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
+    if len(dict(pairs)) < len(pairs):
+        message = "each name must come once"
         raise ValueError(message)
-    return dict(found)
+    return dict(pairs)
 
 
 Adapters = Annotated[
@@ -75,7 +68,7 @@ class LoraOptions(OptionGroup):
     ] = None
     """Adapters to serve: a name and a place for each, which is a folder (absolute, or relative to the model folder), a
     Hugging Face id, with `@` and a revision if you like, or an S3 URI. As JSON, `{"name": "place"}`. vLLM's
-    `--lora-modules` means the same."""
+    `--lora-modules` means the same, without its JSON."""
     max_loras: Annotated[Count, Option(to=_TO, cpu=True)] = 4
     """Most adapters that are loaded at once. Their memory is taken whether they are loaded or not."""
     max_lora_rank: Annotated[Count, Option(to=_TO, cpu=True)] = 16

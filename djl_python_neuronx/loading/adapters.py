@@ -1,4 +1,4 @@
-"""LoRA adapters of a model: found by the options and in its folder, fetched, converted and checked."""
+"""LoRA adapters of a model: found by options, in its folder or by requests; fetched, converted and checked."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from djl_python_neuronx.config.lora_options import NAME
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import shortened
-from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError, ConfigError
+from djl_python_neuronx.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    ConfigError,
+    RequestError,
+)
 from djl_python_neuronx.loading.find import Model
 from djl_python_neuronx.loading.guarded_job import do_job, run_guarded
+from djl_python_neuronx.loading.prepared import Prepared
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.lora import MODULES, layer_shapes
 from djl_python_neuronx.planning.model import ModelFacts
@@ -47,12 +53,12 @@ def find_adapters(
                 if options.simulated or (
                     situation.is_dry and fetch.local_folder(place, options.model_dir) is None
                 ):
-                    found.append(Adapter(name, place, None, {}, {}))
+                    found.append(Adapter(name, place, Path(place), {}, {}))
                 else:
                     found.append(
                         obtain(
                             name, place, options, model.facts, situation.environ,
-                            origin=origin, base=options.model_dir, root=root, convert=not situation.is_dry,
+                            origin=origin, root=root, convert=not situation.is_dry,
                             progress=situation.progress.transfer,
                         )
                     )  # fmt: skip
@@ -78,21 +84,20 @@ def obtain(
     environ: Mapping[str, str],
     *,
     origin: str,
-    base: Path | None = None,
     root: Path | None = None,
     convert: bool = True,
     progress: Progress | None = None,
 ) -> Adapter:
     """Fetch an adapter, convert it to safetensors unless it is stored so, and check it against model and options.
 
-    `place`: a folder, relative to `base`, a Hugging Face id with `@` and a revision, or a URI. `root`: the model folder
-    that the adapter is a part of. `convert`: false in a dry run.
+    `place`: a folder, relative to that of the model, a Hugging Face id with `@` and a revision, or a URI. `root`: the
+    model folder that the adapter is a part of. `convert`: false in a dry run.
 
     Raises:
         ServingError: it cannot be fetched, converted or served.
     """
     check_name(name, options)
-    folder = fetch.local_folder(place, base)
+    folder = fetch.local_folder(place, options.model_dir)
     if folder is None:
         is_uri = fetch.uri_scheme(place) is not None
         source, at, revision = (place, "", "") if is_uri else place.partition("@")
@@ -103,18 +108,17 @@ def obtain(
                 "s3://bucket/folder"
             )
             raise ArtifactNotFoundError(msg)
-        downloads = fetch.download_root(environ)
         folder = fetch.fetch(
             source,
             environ=environ,
-            root=downloads,
+            root=fetch.download_root(environ),
             revision=revision if at else None,
             selection=adapters.FILES,
             progress=progress,
             origin=origin,
         )
     adapter = adapters.read(folder, name, place, root)
-    if adapter.folder is None and convert:
+    if not adapter.tensors and convert:
         adapter = adapters.read(_converted(folder, environ), name, place)
     adapters.check(adapter, model, options.max_lora_rank, options.lora_target_modules or ())
     return adapter
@@ -134,6 +138,33 @@ def check_name(name: str, options: ServingOptions) -> None:
     if name in options.model_names:
         msg = f"the adapter {name!r} has the name of the model; give it another, or set option.model_name"
         raise ConfigError(msg)
+
+
+def fetch_allowed(prepared: Prepared, name: str, source: str) -> Path:
+    """The checked folder of an adapter from a place of `option.adapter_sources`, or from its own at the start.
+
+    Raises:
+        ServingError: the source is another place, or the adapter cannot be fetched or served.
+    """
+    options, facts = prepared.options, prepared.case.model
+    places = [*(options.adapter_sources or ())]
+    own = [one.place for one in prepared.adapters if one.name == name]
+    if not source.isprintable() or not any(is_below(source, one) for one in (*own, *places)):
+        msg = (
+            f"the adapter {name[:200]!r} may not come from {source[:200]!r}; expected a place of "
+            f"option.adapter_sources, or one below it: {', '.join(places) or 'none is set'}"
+        )
+        raise RequestError(msg)
+    return obtain(name, source, options, facts, prepared.environ, origin="the request").folder
+
+
+def is_below(source: str, place: str) -> bool:
+    """True if a source is a place of `option.adapter_sources`, or lies below it."""
+    if place.startswith("/"):
+        found = Path(source).resolve()
+        return source.startswith("/") and found.is_relative_to(Path(place).resolve())
+    name = source if "://" in source else source.partition("@")[0]  # a hub's name has a revision
+    return ".." not in name.split("/") and f"{name}/".startswith(f"{place.rstrip('/')}/")
 
 
 def _listed(options: ServingOptions, model: Model) -> dict[str, tuple[str, Path | None]]:

@@ -49,8 +49,7 @@ class Launch:
     @property
     def adapters(self) -> Mapping[str, Path]:
         """The folders of the adapters that every copy loads, by name, in the places from 1 on."""
-        names = [one.name for one in self.prepared.adapters]
-        return dict(zip(names, _adapters(self.graphs[0].plan), strict=True))
+        return {one.name: one.folder for one in self.prepared.adapters}
 
     def room(self) -> AbstractContextManager[None]:
         """Wait until the host has memory for a copy; see `LoopSettings`."""
@@ -102,15 +101,11 @@ def make_launch(
         worker=WorkerSettings(
             options.queue_timeout or options.predict_timeout,
             warm_up=not options.skip_warmup,
-            num_adapters=len(_adapters(graphs[0].plan)),
+            num_adapters=len(prepared.adapters),
         ),
         logging=log_settings(),
     )
     return Launch(prepared, placed, graphs, job, tokenizer)
-
-
-def _adapters(plan: LoadPlan) -> Sequence[Path]:
-    return () if plan.lora is None else plan.lora.adapters
 
 
 def _num_sampling_threads(num_copies: int) -> int:

@@ -81,7 +81,7 @@ def _lora(prepared: Prepared) -> LoraPlan | None:
         max_rank=options.max_lora_rank,
         target_modules=options.lora_target_modules or (),
         shard_linear=bool(options.lora_shard_linear_layer),
-        adapters=tuple(one.folder or Path(one.place) for one in prepared.adapters),
+        adapters=tuple(one.folder for one in prepared.adapters),
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -31,8 +30,6 @@ class AdapterBody(RequestModel):
     """Replace the adapter of this name, if there is one."""
     base_model_name: str | None = None
     """The model that it belongs to, where several are served."""
-    lora_int_id: Any = None
-    """Without effect: places are chosen here."""
 
 
 def routes(application: Application) -> list[Route]:

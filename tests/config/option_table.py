@@ -563,12 +563,6 @@ LORA = {
             ("sql=/adapters/sql", _SQL),
             *(("sql=/adapters/sql, law-1.b=owner/law@main", _TWO), (_TWO, _TWO)),
             ('{"sql": "/adapters/sql", "law-1.b": "owner/law@main"}', _TWO),
-            ('{"name": "sql", "path": "/adapters/sql", "base_model_name": "llama"}', _SQL),
-            (
-                '{"name": "sql", "path": "/adapters/sql"},{"name": "law-1.b", "path": "owner/law@main"}',
-                _TWO,
-            ),
-            ('[{"name": "sql", "path": "/adapters/sql"}]', _SQL),
             ("{'sql': 's3://bucket/a=b'}", {"sql": "s3://bucket/a=b"}),
             *NONE,
         ),
@@ -596,8 +590,8 @@ LORA = {
                 "x" * 129 + "=/a",
             ),
             *(
-                '[{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]',
-                '[{"name": [1], "path": "/a"}]',
+                '[{"name": "a", "path": "/a"}]',
+                '{"a": "/a"},{"b": "/b"}',
                 7,
                 ["a"],
                 "a\n=/a",

@@ -37,7 +37,7 @@ TAKEN = {
     "enable_chunked_prefill": (None, "enable_chunked_prefill", True),
     "enable_lora": (None, "enable_lora", True),
     "enable_prefix_caching": (None, "enable_prefix_caching", True),
-    "lora_modules": (f'{{"name": "sql", "path": "{MODEL}"}}', "adapters", {"sql": MODEL}),
+    "lora_modules": (f"sql={MODEL}", "adapters", {"sql": MODEL}),
     "max_lora_rank": ("64", "max_lora_rank", 64),
     "max_loras": ("2", "max_loras", 2),
     "generation_config": ("vllm", "generation_config", "vllm"),

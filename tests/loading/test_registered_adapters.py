@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="needs the `cpu` extra")
 from transformers import AutoTokenizer
 
 from djl_python_neuronx.errors import RequestError, ServingError
-from djl_python_neuronx.loading.adapter_sources import is_below
+from djl_python_neuronx.loading.adapters import is_below
 from djl_python_neuronx.service import Service
 from tests.backends.tnx_engine import reference
 from tests.doubles.lora_adapters import save_merged, write_adapter
