@@ -272,8 +272,8 @@ class Case:
     def shortest_prompt_graph(self) -> int:
         """Least length of a prefill graph: a prompt's fills the ring, which has room for all of the window but a token.
 
-        And it is longer than a step that verifies drafts (`nxdi.drafts`). Source: neuronx-distributed-inference 0.9,
-        modules/attention/utils.py, get_last_kv_window.
+        And it is longer than a step that verifies drafts (`nxdi.speculation`). Source: neuronx-distributed-inference
+        0.9, modules/attention/utils.py, get_last_kv_window.
         """
         ring = (self.model.sliding_window or 0) - 1 if self.rolling_cache else 1
         return max(ring, self.options.speculative_length + 2) if self.lookahead else ring

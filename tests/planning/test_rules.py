@@ -539,7 +539,6 @@ _OF_DRAFTS: dict[str, tuple[object, object]] = {
     "on_device_generation": ({}, None),
     "rolling_batch_strategy": ("naive_rolling_batch", "continuous_batching"),
     "token_generation_batches": (1, None),
-    "pipeline_parallel_degree": (2, 1),
     "shard_over_sequence": (True, None),
     "attention_dp_degree": (2, 1),
     "cp_degree": (2, 1),
@@ -559,7 +558,6 @@ _OF_FUSED: dict[str, tuple[object, object]] = {
     "cp_degree": (2, 1),
     "enable_lora": (True, False),
     "quantize": ("static_int8", None),
-    "kv_cache_quantize": ("int8", None),
     "nxdi_model_code": ("code", None),
 }
 """Option to a value that excludes a fused draft model, and one that does not."""
@@ -684,19 +682,13 @@ NXDI = [
     Row(
         "draft_model_kind",
         "error",
-        breaks={**_EAGLE, "enable_fused_speculation": False},
-        mends={"enable_fused_speculation": None},
-    ),
-    Row(
-        "draft_model_kind",
-        "error",
         breaks={**_FUSED, "enable_eagle_draft_input_norm": True},
         mends={"draft_model_kind": "eagle"},
     ),
     Row(
         "speculative_draft_model",
         "error",
-        breaks={**_FUSED, "enable_fused_speculation": False},
+        breaks={**_EAGLE, "enable_fused_speculation": False},
         mends={"enable_fused_speculation": None},
     ),
     Row("cp_degree", "error", breaks={**CORES, "cp_degree": 3}, mends={"cp_degree": 4}),
@@ -983,12 +975,6 @@ NXDI += [
             *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
             *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
         )
-    ),
-    Row(
-        "quantize",
-        "error",
-        breaks={"quantize": "static_int8", **DRAFT},
-        mends={"speculative_draft_model": None},
     ),
     *(
         Row(

@@ -7,6 +7,7 @@ stated, another file. Limits of architectures are in capabilities.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
@@ -17,14 +18,12 @@ from djl_python_neuronx.errors import did_you_mean
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.lora import MODULES
 from djl_python_neuronx.planning.model import first_size
-from djl_python_neuronx.planning.nxdi import contrib_rules, drafts, speculation, versions
+from djl_python_neuronx.planning.nxdi import contrib_rules, speculation, versions
 from djl_python_neuronx.planning.nxdi.arguments import graphs, prefixes, write_arguments
 from djl_python_neuronx.planning.nxdi.capabilities import QUANTISED_BIASES
 
 _DEGREE, _PROMPTS = "tensor_parallel_degree", "context_length_estimate"
 _WINDOW, _FLASH = "windowed_context_encoding_size", "shard_over_sequence"
-_PART = "it is part of the decode kernel"
-_RESIDUALS = "no kernel adds residuals while tokens are divided among the cores"
 _OF_ATTENTION, _OF_MLP = MODULES[:4], MODULES[4:]
 _ADAPTED = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), MODULES),
@@ -120,104 +119,112 @@ _DEGREES = (
         "attn_block_tkg_nki_kernel_cascaded_attention=true, or leave one of them out"
     ),
 )
+_BLOCK_KERNEL, _DRAFT = "attn_block_tkg_nki_kernel_enabled", "speculative_draft_model"
+_DRAFTS = f"{_DRAFT} ngram_prompt_lookup_max"
+_NOT_RUN = "the two were never run together here"
 _NEEDS = {
     # Source: modules/attention/gqa.py.
-    "fused_rmsnorm_qkv fuse_qkv": "the kernel takes the fused projection only",
-    "qkv_nki_kernel_enabled fuse_qkv": "the kernel takes the fused projection only",
+    "fused_rmsnorm_qkv qkv_nki_kernel_enabled / fuse_qkv": "the kernel takes the fused projection only",
     # Source: models/llama/modeling_llama.py. Without the kernel the residuals of a prompt are lost.
-    "qkv_kernel_fuse_residual_add fused_rmsnorm_qkv": "the QKV kernel adds the residual",
-    "attn_block_tkg_nki_kernel_cache_update attn_block_tkg_nki_kernel_enabled": _PART,
-    "attn_block_tkg_nki_kernel_cascaded_attention attn_block_tkg_nki_kernel_enabled": _PART,
+    "qkv_kernel_fuse_residual_add / fused_rmsnorm_qkv": "the QKV kernel adds the residual",
+    f"attn_block_tkg_nki_kernel_cache_update / {_BLOCK_KERNEL}": "it is part of the decode kernel",
+    f"attn_block_tkg_nki_kernel_cascaded_attention / {_BLOCK_KERNEL}": "it is part of the decode kernel",
     # Source: modules/async_execution.py.
-    "async_execution on_device_generation": "the next step starts from the token that the device has sampled",
+    "async_execution / on_device_generation": "the next step starts from the token that the device has sampled",
     # Source: models/model_base.py, which takes both outputs for one.
-    "output_logits on_device_generation": "the host has the logits anyway, and the library fails at the second output",
+    "output_logits / on_device_generation": "the host has the logits anyway, and the library fails at a second output",
+    "quantization_type modules_to_not_convert / quantize": "it is about weights in 8 bits",
+    "is_block_kv_layout / enable_prefix_caching": "with NxD Inference blocks are for prefix caching alone",
+    f"draft_model_kind enable_fused_speculation / {_DRAFT}": "it is about a draft model",
+    "nxdi_model_class / nxdi_model_code": "it is a class of that code",
 }
-"""An option and the one that it needs -> why."""
-_CAST_LATER = "tokens of one step see each other's keys before those are cast, so drafts would change the answers"
-_WEIGHT_KERNELS = (
-    *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
-    *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
-)
+"""Options / the one that each of them needs -> why."""
 _EXCLUDE = {
-    **{f"quantize {name}": "the kernel takes weights in dtype" for name in _WEIGHT_KERNELS},
-    "quantize speculative_draft_model": "the library would take the draft model's weights in 8 bits too",
-    "quantize enable_lora": "adapters were not run beside weights in 8 bits",
-    "kv_cache_quantize speculative_draft_model": _CAST_LATER,
-    "kv_cache_quantize ngram_prompt_lookup_max": _CAST_LATER,
-    "kv_cache_quantize shard_over_sequence": "keys that are divided are not cast",
-    "kv_cache_quantize k_cache_transposed": "keys that are transposed are not cast",
-    "mlp_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
-    "qkv_kernel_fuse_residual_add sequence_parallel": _RESIDUALS,
+    "quantize / fused_rmsnorm_qkv fused_rmsnorm_mlp qkv_nki_kernel_enabled": "the kernel takes weights in dtype",
+    f"quantize / out_proj_kernel_enabled {_BLOCK_KERNEL}": "the kernel takes weights in dtype",
+    "kv_cache_quantize / shard_over_sequence": "keys that are divided are not cast",
+    "kv_cache_quantize / k_cache_transposed": "keys that are transposed are not cast",
+    "mlp_kernel_fuse_residual_add qkv_kernel_fuse_residual_add / sequence_parallel": (
+        "no kernel adds residuals while tokens are divided among the cores"
+    ),
     # Source: models/llama/modeling_llama.py, convert_hf_to_neuron_state_dict: the MLP's matrices get the weights of the
     # norm before attention, and with sequence_parallel nothing does, whereas decode steps skip them.
-    "fused_rmsnorm_skip_gamma fused_rmsnorm_mlp": "the MLP would get the weights of another norm",
-    "fused_rmsnorm_skip_gamma sequence_parallel": "decode steps would leave out the norm's weights",
+    "fused_rmsnorm_skip_gamma / fused_rmsnorm_mlp": "the MLP would get the weights of another norm",
+    "fused_rmsnorm_skip_gamma / sequence_parallel": "decode steps would leave out the norm's weights",
     # Source: modules/attention/attention_base.py, attention_block_tokengen_nki_kernel.
-    "fused_rmsnorm_skip_gamma attn_block_tkg_nki_kernel_enabled": "the kernel multiplies by the norm's weights again",
-    "attn_block_tkg_nki_kernel_enabled shard_over_sequence": "the kernel reads whole sequences",
-    "k_cache_transposed shard_over_sequence": "keys that are divided are not transposed",
+    f"fused_rmsnorm_skip_gamma / {_BLOCK_KERNEL}": "the kernel multiplies by the norm's weights again",
+    f"{_BLOCK_KERNEL} / shard_over_sequence": "the kernel reads whole sequences",
+    "k_cache_transposed / shard_over_sequence": "keys that are divided are not transposed",
     # Source: modules/attention/attention_base.py: a core keeps the keys of its own part of a prompt alone, or stops.
-    "cp_degree shard_over_sequence": "cores that share a prompt keep part of its keys",
-    "attention_dp_degree shard_over_sequence": "groups of cores keep part of the keys",
+    "cp_degree / shard_over_sequence": "cores that share a prompt keep part of its keys",
+    "attention_dp_degree / shard_over_sequence": "groups of cores keep part of the keys",
     # Source: models/model_wrapper.py, which pads a step ahead to all slots.
-    "async_execution token_generation_batches": "a step that runs ahead has a graph for all slots only",
-    # Source: modules/lora_serving, and the calls of is_lora_module in gqa.py and modeling_llama.py.
-    "fuse_qkv enable_lora": "the library leaves out the adapters of q_proj, k_proj and v_proj",
-    "fused_rmsnorm_mlp enable_lora": "the kernel has no adapters",
-    "out_proj_kernel_enabled enable_lora": "the kernel has no adapters",
-    "sequence_parallel enable_lora": "an adapter's output is the whole prompt, and that of its layer a part",
-    "token_generation_batches enable_lora": "each slot's adapter is computed, also of slots that a graph lacks",
-    **dict.fromkeys(
-        (
-            *("cp_degree enable_lora", "attention_dp_degree enable_lora"),
-            *("shard_over_sequence enable_lora", "windowed_context_encoding_size enable_lora"),
-            "nxdi_model_code enable_lora",
-        ),
-        "the two were never compared with PEFT",
-    ),
+    "async_execution / token_generation_batches": "a step that runs ahead has a graph for all slots only",
     # Source: modules/kvcache: a group has its share of the graph's rows, but the cache of its share of all slots.
-    "attention_dp_degree token_generation_batches": "groups of cores get rows of slots in another group's cache",
+    "attention_dp_degree / token_generation_batches": "groups of cores get rows of slots in another group's cache",
+    # Source: modules/lora_serving, and the calls of is_lora_module in gqa.py and modeling_llama.py.
+    "fuse_qkv / enable_lora": "the library leaves out the adapters of q_proj, k_proj and v_proj",
+    "fused_rmsnorm_mlp out_proj_kernel_enabled / enable_lora": "the kernel has no adapters",
+    "sequence_parallel / enable_lora": "an adapter's output is the whole prompt, and that of its layer a part",
+    "token_generation_batches / enable_lora": "each slot's adapter is computed, also of slots that a graph lacks",
     # Source: models/config.py, models/model_base.py and modules/kvcache/block_kv_cache_manager.py.
-    "token_generation_batches enable_prefix_caching": "NxD Inference has graphs for fewer slots without blocks alone",
-    "k_cache_transposed enable_prefix_caching": "keys in blocks are not transposed",
-    **{
-        f"{name} enable_prefix_caching": "never run together here, and NxD Inference divides no blocks"
-        for name in ("shard_over_sequence", "attention_dp_degree", "cp_degree", _WINDOW)
-    },
-    **{
-        f"{name} enable_prefix_caching": "never run together here"
-        for name in ("attn_block_tkg_nki_kernel_enabled", "kv_cache_quantize")
-    },
-    "speculative_draft_model enable_prefix_caching": "drafts are verified without blocks alone",
+    "token_generation_batches / enable_prefix_caching": "NxD Inference has graphs for fewer slots without blocks alone",
+    "k_cache_transposed / enable_prefix_caching": "keys in blocks are not transposed",
+    "enable_prefix_caching / rolling_batch_strategy": "a static batch prefills all its prompts again",
+    # Source: models/model_base.py: `NeuronFusedSpecModel`, `_sample_on_device`.
+    f"{_DRAFTS} / token_generation_batches": "the library verifies drafts of all slots together",
+    f"{_DRAFTS} / rolling_batch_strategy": "rows of a static batch share no drafts",
+    f"{_DRAFTS} / enable_prefix_caching": "drafts are verified without blocks alone",
+    f"kv_cache_quantize / {_DRAFTS}": "a step's tokens see keys before these are cast: drafts would change answers",
+    "ngram_prompt_lookup_max / on_device_generation": "the library samples the last of a step's tokens alone",
+    f"{_DRAFT} / async_execution": "the step that runs ahead is not compared with the accepted drafts",
+    f"{_DRAFT} / output_logits": "the host would sample other tokens than those that the device accepts",
+    f"{_DRAFT} / quantize": "the library would take the draft model's weights in 8 bits too",
+    f"{_DRAFT} / enable_lora": "the library gives its adapters to the model alone",
+    f"{_DRAFTS} / shard_over_sequence attention_dp_degree cp_degree nxdi_model_code": _NOT_RUN,
+    f"shard_over_sequence attention_dp_degree cp_degree {_WINDOW} / enable_lora enable_prefix_caching": _NOT_RUN,
+    f"{_BLOCK_KERNEL} kv_cache_quantize / enable_prefix_caching": _NOT_RUN,
+    "nxdi_model_code quantize / enable_lora": _NOT_RUN,
 }
-"""Two options that exclude each other -> why."""
+"""Options / those that each of them excludes -> why."""
+
+
+def _pairs(table: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for names, reason in table.items():
+        for name, other in product(*(part.split() for part in names.split("/"))):
+            yield name, other, reason
+
+
+def _in_use(name: str) -> object:
+    """Return the condition that an option turns its feature on."""
+    if name == "rolling_batch_strategy":
+        return "naive_rolling_batch"
+    return above(1) if name.endswith("_degree") else SET
+
+
+def _speculating(options: ServingOptions) -> bool:
+    return options.speculating
+
+
 _PAIRS = (
     *(
-        when(**{name: SET}, **{other: UNSET}).refuse(f"{reason}; set {other}=true, or leave it out")
-        for pair, reason in _NEEDS.items()
-        for name, other in [pair.split()]
+        when(**{name: SET, other: UNSET}).refuse(f"{reason}; set {other}, or leave it out")
+        for name, other, reason in _pairs(_NEEDS)
     ),
     *(
-        when(**{name: above(1) if "_degree" in name else SET}, **{other: SET}).refuse(
-            f"{reason}; leave one of them out"
-        )
-        for pair, reason in _EXCLUDE.items()
-        for name, other in [pair.split()]
+        when(
+            _speculating if name in _DRAFTS.split() else None,
+            **{name: _in_use(name), other: _in_use(other)},
+        ).refuse(f"{reason}; leave one of them out")
+        for name, other, reason in _pairs(_EXCLUDE)
     ),
 )
 _PREFIXES = (
-    when(is_block_kv_layout=True, enable_prefix_caching={None, False}).refuse(
-        "with NxD Inference blocks are for prefix caching alone; set enable_prefix_caching=true, or leave it out"
-    ),
     when(enable_prefix_caching=True, is_block_kv_layout=False).refuse(
         "prefixes are shared in blocks; leave is_block_kv_layout out, or set it to true"
     ),
     when(prefix_buckets=SET, enable_prefix_caching={None, False}).warn(
         "no effect without prefix caching; set enable_prefix_caching=true, or leave it out"
-    ),
-    when(enable_prefix_caching=True, rolling_batch_strategy="naive_rolling_batch").refuse(
-        "a static batch prefills all its prompts again; leave rolling_batch_strategy out, or prefix caching"
     ),
 )
 _KERNELS = (
@@ -307,12 +314,6 @@ _QUANTISED = (
         "NxD Inference casts keys and values to fp8 only; set kv_cache_quantize=fp8"
     ),
     *(
-        when(**{name: SET}, quantize=UNSET).refuse(
-            "it is about quantize; set that, or leave it out"
-        )
-        for name in ("quantization_type", "modules_to_not_convert")
-    ),
-    *(
         when(**{name: SET}, quantization_type="per_tensor_symmetric").refuse(
             f"with a scale for each matrix {reason}; leave one of them out"
         )
@@ -330,9 +331,6 @@ _CODE = (
     when(nxdi_model_code=SET, trust_remote_code=False).refuse(
         "it is run, as all code that comes with a model, with trust_remote_code=true alone: read it, then set that"
     ),
-    when(nxdi_model_class=SET, nxdi_model_code=UNSET).refuse(
-        "it is a class of nxdi_model_code; set that, or leave it out"
-    ),
 )
 NXDI_RULES: tuple[Rule, ...] = (
     *_CODE,
@@ -344,7 +342,6 @@ NXDI_RULES: tuple[Rule, ...] = (
     *_QUANTISED,
     *_BATCHES,
     *_SAMPLING,
-    *drafts.RULES,
     *speculation.RULES,
 )
 """Checked in this order."""
@@ -404,7 +401,6 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _prefix_caching(case)
     keywords = write_arguments(case).neuron_config
     yield from _no_kernels(case, keywords)
-    yield from drafts.findings(case)
     if options.quantize is not None and case.model.config.get("attention_bias"):
         yield Finding(("quantize",), f"{QUANTISED_BIASES}; leave it out")
     yield from speculation.findings(case)

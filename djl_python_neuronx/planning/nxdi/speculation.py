@@ -1,4 +1,6 @@
-"""Rules of draft models in the graphs of NxD Inference.
+"""Rules of drafts with NxD Inference: of a model in the same graphs, and those that the engine proposes.
+
+What excludes drafts altogether is in `rules`.
 
 Source: neuronx-distributed-inference 0.4 to 0.9, models/model_base.py: `NeuronFusedSpecModel`, `_sample_on_device`,
 `_is_context_encoding`; models/application_base.py: `checkpoint_loader_fn`.
@@ -6,9 +8,11 @@ Source: neuronx-distributed-inference 0.4 to 0.9, models/model_base.py: `NeuronF
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, above, when
+from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, when
+from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.planning.case import Case
 from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.versions import numbers
@@ -17,39 +21,38 @@ _DRAFT, _METHOD = "speculative_draft_model", "draft_model_kind"
 _EAGLE = frozenset({"eagle", "eagle3"})
 _EAGLE3_LAYERS = 7
 """Fewest layers of which three different ones give EAGLE3 its states."""
-_FUSED = {_DRAFT: SET, "enable_fused_speculation": {None, True}}
-_EXCLUDED = {
-    "async_execution": (SET, "the step that runs ahead is not compared with the accepted drafts"),
-    "output_logits": (SET, "the host would sample other tokens than those that the device accepts"),
-    "rolling_batch_strategy": (
-        "naive_rolling_batch",
-        "a batch that is prefilled again needs all its tokens",
-    ),
-    "token_generation_batches": (SET, "the library verifies drafts of all slots together"),
-    "enable_lora": (SET, "the library gives its adapters to the model alone"),
-    **dict.fromkeys(
-        ("quantize", "kv_cache_quantize", "shard_over_sequence", "nxdi_model_code"),
-        (SET, "it was not run with a draft model"),
-    ),
-    **dict.fromkeys(
-        ("attention_dp_degree", "cp_degree"), (above(1), "it was not run with a draft model")
-    ),
-}
-"""Option to the values that exclude a fused draft model, and why."""
+
+
+def _tokens(options: ServingOptions) -> int:
+    """Return the tokens of a row in a step that verifies drafts; 0 without speculation."""
+    return options.speculative_length + 1 if options.speculating else 0
 
 
 RULES = (
-    when(**_FUSED, on_device_generation=lambda it: it.do_sample or it.dynamic).refuse(
+    when(
+        lambda options: 1 < _tokens(options) >= min(options.context_length_estimate or (math.inf,)),
+        speculative_length=ANY,
+        context_length_estimate=ANY,
+    ).refuse(
+        "a prompt graph has to be longer than the speculative_length + 1 tokens of a step that verifies drafts: the "
+        "library takes one of that length for such a step, and steps write so many into free slots; change one of them"
+    ),
+    when(
+        lambda options: 1 < _tokens(options) >= min(options.token_buckets or (math.inf,)) - 1,
+        speculative_length=ANY,
+        n_positions=ANY,
+    ).refuse(
+        "each of n_positions has to hold the tokens of a step that verifies drafts, and two more; raise it"
+    ),
+    when(
+        speculative_draft_model=SET, on_device_generation=lambda it: it.do_sample or it.dynamic
+    ).refuse(
         "the device verifies drafts greedily: the library samples the last of a step's tokens alone, and EAGLE was not "
         "run with sampling; leave on_device_generation out, or set do_sample=false and dynamic=false"
     ),
-    *(
-        when(**_FUSED, **{name: values}).refuse(f"{reason}; leave one of them out")
-        for name, (values, reason) in _EXCLUDED.items()
-    ),
     when(
         lambda options: options.draft_model_tp_size != options.tensor_parallel_degree,
-        **_FUSED,
+        speculative_draft_model=SET,
         draft_model_tp_size=SET,
         tensor_parallel_degree=ANY,
     ).refuse("in the same graphs both models share the same cores; leave draft_model_tp_size out"),
@@ -66,17 +69,6 @@ RULES = (
     ).refuse(
         "the library would gather the states of a draft's prompt twice; set neuron_cc_pipeline_factor=1"
     ),
-    when(draft_model_kind=_EAGLE, speculative_draft_model=UNSET).refuse(
-        "it is the kind of a draft model; set speculative_draft_model, or leave it out"
-    ),
-    when(enable_fused_speculation=True, speculative_draft_model=UNSET).refuse(
-        "there is no draft model in this deployment's settings; set speculative_draft_model, or leave it out"
-    ),
-    when(
-        draft_model_kind=_EAGLE, speculative_draft_model=SET, enable_fused_speculation=False
-    ).refuse(
-        "the draft reads states that only fused graphs have; leave enable_fused_speculation out"
-    ),
     when(draft_model_kind="draft_model", enable_eagle_draft_input_norm=SET).refuse(
         "it is of EAGLE drafts; set draft_model_kind=eagle, or leave it out"
     ),
@@ -87,7 +79,14 @@ RULES = (
 
 
 def findings(case: Case) -> Iterator[Finding]:
-    """Yield what does not fit between a model, its fused draft model and the installed version."""
+    """Yield what does not fit between a model, its drafts and the installed version."""
+    if case.rolling_cache and case.lookahead:
+        problem = (
+            "rejected drafts would overwrite what the model's sliding window holds; set "
+            f"n_positions={case.model.sliding_window} at most, or leave it out"
+        )
+        source = _DRAFT if case.options.drafting else "ngram_prompt_lookup_max"
+        yield Finding((source, "n_positions"), problem)
     if not case.fused:
         return
     problem = "requests that sample are refused, because the device verifies greedily; set temperature=0 in them"
