@@ -98,7 +98,7 @@ class Replicas:
         """Facts of the model, once a copy has been started."""
         self.speculation: dict[str, object] | None = None
         """The speculation in use: number of drafts, their source. Or None."""
-        self._adapters = adapters
+        self._started = dict(enumerate(adapters, 1))
         self._changed: dict[int, Path | None] = {}
         """The places that have another adapter than an engine loads at its start, and the folders."""
         self.copies: list[Copy] = []
@@ -251,8 +251,7 @@ class Replicas:
 
     def adapter(self, place: int) -> Path | None:
         """The folder of the adapter in a place; None: it has none, as place 0."""
-        started = dict(enumerate(self._adapters, 1))
-        return self._changed.get(place, started.get(place))
+        return self._changed.get(place, self._started.get(place))
 
     def set_adapter(self, place: int, folder: Path | None) -> None:
         """Load the adapter of a PEFT folder, which has been checked, into a place of all copies; None: empty the place.

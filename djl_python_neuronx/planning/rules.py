@@ -202,16 +202,11 @@ _FILES = (
         "to save time and memory"
     ),
 )
-_LORA = (
-    *(
-        when(**{name: SET}, enable_lora=False).refuse(
-            "adapters are served only with enable_lora=true; set it, or leave this out"
-        )
-        for name in ("adapters", "max_loras", "max_lora_rank", "lora_target_modules")
-    ),
-    when(
-        lambda options: len(options.adapters or ()) > options.max_loras, adapters=SET, max_loras=ANY
-    ).refuse("there is room for max_loras adapters; raise it, or leave adapters out"),
+_LORA = tuple(
+    when(**{name: SET}, enable_lora=False).refuse(
+        "adapters are served only with enable_lora=true; set it, or leave this out"
+    )
+    for name in ("adapters", "max_loras", "max_lora_rank", "lora_target_modules")
 )
 RULES: tuple[Rule, ...] = (*_REQUESTS, *_SPECULATION, *_CACHE, *_SAMPLING, *_FILES, *_LORA)
 """The rules that hold with every backend."""

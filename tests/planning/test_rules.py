@@ -40,12 +40,6 @@ GENERAL = [
         Row(name, "error", breaks={name: value}, mends={"enable_lora": True})
         for name, value in _LORA.items()
     ),
-    Row(
-        "adapters",
-        "error",
-        breaks={**_LORA, "enable_lora": True, "max_loras": 1},
-        mends={"max_loras": 2},
-    ),
     Row("model_id", "error", breaks={"model_id": None}, mends={"model_id": "m"}),
     Row(
         "batch_size",
