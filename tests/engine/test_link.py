@@ -139,7 +139,7 @@ SPECIFIED = ModelSpec(
     max_prefill_batch=2, token_buckets=(32, 64), decode_slots=(1, 3), outputs=Want.TOKENS | Want.LOGITS,
     largest_top_k=50, default_top_k=40, temperatures=(0.01, 2.0), applies_top_p=False,
     fixed_sampling=(1.0, 0.5, 0.25), mixed_steps=True, joins="reprefill", cache_buckets=(32, 96), cache_block=16,
-    score_columns=6, num_speculative_tokens=4, num_fused_drafts=5, prefix_block=8, num_adapters=2,
+    score_columns=6, num_speculative_tokens=4, num_fused_drafts=5, prefix_block=8, prefix_buckets=(16,), num_adapters=2,
     changes_adapters=True, simulated=True,
 )  # fmt: skip
 
