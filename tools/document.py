@@ -22,12 +22,11 @@ from pydantic import BaseModel
 from djl_python_neuronx.artifacts.tokenizer import TokenTable
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.djl_serving import ARGUMENTS
-from djl_python_neuronx.config.legacy import IGNORED, NOT_SERVED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import IGNORED, UNSUPPORTED
 from djl_python_neuronx.config.options import SECTIONS, ServingOptions, allowed_values, option
 from djl_python_neuronx.config.other_servers import SAME
 from djl_python_neuronx.config.values import Option, join_words
 from djl_python_neuronx.planning.capabilities import Capability
-from djl_python_neuronx.planning.case import NeuronBackend
 from djl_python_neuronx.planning.fields import Field
 from djl_python_neuronx.planning.libraries import NEURON_BACKENDS
 from djl_python_neuronx.planning.nxdi import contrib, versions
@@ -74,9 +73,8 @@ Lists are written `256,512,1024`, as JSON or as a Python literal; objects as JSO
 *Not set* means that the library chooses the value, or that it is derived from the model and the machine where the text
 says so. The last lines of an option name its equivalent in transformers-neuronx (TNX) and in NxD Inference (NxDI): a
 keyword, `keyword.field`, a compiler `--flag`, a `VARIABLE` or a `method()`. If a library has no equivalent, an option
-that only changes speed or memory is *ignored*, with a note, and any other is an *error*. *Later* means that a later
-version serves the option with this library: until then it is an error, or has no effect without one that is. The cpu
-backend ignores options of the libraries.
+that only changes speed or memory is *ignored*, with a note, and any other is an *error*. The cpu backend ignores
+options of the libraries.
 """
 
 _VARIABLES_HEAD = """\
@@ -101,9 +99,8 @@ The variables in `env` are set all the same: see [security.md](security.md#optio
 _UNSUPPORTED_HEAD = """\
 ## Unsupported options
 
-Options of the old engine, and of NxD Inference for features that a later version serves: prefix caching, its own
-speculation (EAGLE, Medusa) and its own quantisation. Values that turn the option off are accepted, any other value is
-an error.
+Options of the old engine, and keywords of NxD Inference for features that are not served, such as Medusa. Values that
+turn the option off are accepted, any other value is an error.
 """
 
 _EXAMPLE_HEAD = """\
@@ -320,10 +317,7 @@ def _features(backend: str, columns: Mapping[str, Capability]) -> Iterator[str]:
     for title, can in _CAPABILITIES.items():
         named = re.search(r"`(\w+)", title)
         if named is None or backend in option(named[1]).to:
-            later = named is not None and named[1] in NEURON_BACKENDS[backend].later
-            able = (
-                "later" if later else "yes" if can(entry) else "–" for entry in columns.values()
-            )
+            able = ("yes" if can(entry) else "–" for entry in columns.values())
             yield f"| {title} | {' | '.join(able)} |"
 
 
@@ -599,18 +593,12 @@ def equivalents(name: str) -> str:
     marker = option(name)
     missing = f"not supported ({'ignored' if marker.tunes else 'error'})"
     return "; ".join(
-        f"{facts.library}: {_equivalent(marker.to[backend], name, facts)}"
+        f"{facts.library}: `{marker.to[backend]}`"
         if backend in marker.to
         else f"{facts.library}: {missing}"
         for backend, facts in reversed([*NEURON_BACKENDS.items()])
         if marker.to
     )
-
-
-def _equivalent(words: str, name: str, facts: NeuronBackend) -> str:
-    """A library's name of an option; of one that a later version serves, or that only accompanies one, that too."""
-    needed_by = {other for later in facts.later for other in NOT_SERVED[later].needed_by}
-    return f"later (`{words}`)" if name in needed_by.union(facts.later) else f"`{words}`"
 
 
 def _documented(group: type) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.findings import Level
-from djl_python_neuronx.config.legacy import NOT_SERVED, UNSUPPORTED
+from djl_python_neuronx.config.legacy import NOT_SERVED
 from djl_python_neuronx.config.options import NAMES, SECTIONS, option, parse_value
 from djl_python_neuronx.config.sources import Setting
 from djl_python_neuronx.config.values import make_buckets, truth
@@ -119,7 +119,7 @@ RESERVED: Final[Mapping[str, tuple[object, str]]] = {
     "sparse_attn": (None, "it is an object, which a file cannot hold"),
     "lora_config": (None, "set option.enable_lora, and the other options of adapters"),
     "is_eagle_target": (False, _LATER),
-    **{name: (row.harmless, _LATER) for name, row in NOT_SERVED.items() if name in UNSUPPORTED},
+    **{name: (harmless, _LATER) for name, harmless in NOT_SERVED.items()},
     "is_medusa": (False, _MEDUSA),
     **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), (0, _MEDUSA)),
     **dict.fromkeys(("medusa_tree", "token_tree_config"), (None, _TREE)),

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
-
-from djl_python_neuronx.config.options import NAMES
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -66,30 +64,19 @@ IGNORED: Final[Mapping[str, str]] = {
 """Name without effect, to the reason."""
 
 
-class NotServed(NamedTuple):
-    """Something that NxD Inference has, and that a later version serves with it."""
-
-    harmless: object = None
-    """The value that asks for nothing."""
-    needed_by: tuple[str, ...] = ()
-    """Options that have no effect without it."""
-
-
-_SWITCH = NotServed(harmless=False)
-NOT_SERVED: Final[Mapping[str, NotServed]] = {
+NOT_SERVED: Final[Mapping[str, object]] = {
     # Keywords: of the library's own speculation and its own quantisation.
-    "eagle_rolling_buffer_kernel_enabled": _SWITCH,
-    "is_medusa": _SWITCH,
-    **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), NotServed(harmless=0)),
-    **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), _SWITCH),
-    **dict.fromkeys(("token_tree_config", "medusa_tree"), NotServed()),
-    **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), NotServed()),
-    "draft_model_modules_to_not_convert": NotServed(),
-    **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), NotServed()),
-    "quantization_scale_dtype": NotServed(),
-    "disable_kv_cache_tiling": _SWITCH,
+    **dict.fromkeys(("eagle_rolling_buffer_kernel_enabled", "is_medusa"), False),
+    **dict.fromkeys(("medusa_speculation_length", "num_medusa_heads"), 0),
+    **dict.fromkeys(("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled"), False),
+    **dict.fromkeys(("token_tree_config", "medusa_tree"), None),
+    **dict.fromkeys(("activation_quantization_type", "quantize_clamp_bound"), None),
+    "draft_model_modules_to_not_convert": None,
+    **dict.fromkeys(("quantization_block_axis", "quantization_block_size"), None),
+    "quantization_scale_dtype": None,
+    "disable_kv_cache_tiling": False,
 }
-"""Features of NxD Inference that a later version serves, by option or, without one, by the library's keyword."""
+"""Keyword of a feature of NxD Inference that is not served, to the value that asks for nothing."""
 
 _OFF = Unsupported(("false", "0", "no", "off", "none"))
 _ANY = Unsupported()
@@ -98,7 +85,7 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     **dict.fromkeys(("use_stable_diffusion", "enable_stateful_sessions"), _OFF),
     "long_lora_scaling_factors": _OFF,
     "lora_extra_vocab_size": Unsupported(("0", "256")),
-    **{name: _OFF for name in (*NOT_SERVED, "enable_prefix_caching") if name not in NAMES},
+    **dict.fromkeys(NOT_SERVED, _OFF),
 }
 """Unsupported names."""
 

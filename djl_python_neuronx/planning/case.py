@@ -60,8 +60,6 @@ class NeuronBackend:
     """Architectures of the library that are not served, and what their class does."""
     with_code: Capability | None = None
     """Support of models whose code is not the library's (`Case.code`); None: it takes none."""
-    later: tuple[str, ...] = ()
-    """Options that other libraries serve, and a later version with this one; `rules` refuse them."""
     partly: tuple[str, ...] = ()
     """Options that it serves for greedy requests alone, and other libraries for all."""
     host_samples: tuple[str, ...] = ()
@@ -92,7 +90,7 @@ class NeuronBackend:
         """Return whether the library has no such option, or not for this architecture, or not in this version."""
         capability = self.capability(model_type)
         unsupported = capability is not None and not capability.supports(name)
-        return unsupported or name in {*self.missing, *self.later, *self.partly}
+        return unsupported or name in {*self.missing, *self.partly}
 
 
 @dataclass(frozen=True)

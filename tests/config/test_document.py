@@ -26,8 +26,6 @@ SECTION = {
     block.partition("\n")[0]: block for block in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]
 }
 """Option name to its part of the page."""
-LATER: set[str] = set()
-"""Options that NxD Inference serves in a later version, or that have no effect without these."""
 
 
 def test_the_pages_name_no_command_that_does_not_exist():
@@ -69,9 +67,7 @@ def test_an_option_tells_its_values_names_variables_and_equivalents(subtests):
                     rf"^- (?:.*; )?{facts.library}: (.*?)(?:;.*)?\.$", section, re.MULTILINE
                 )
                 assert (found is not None) == bool(marker.to)
-                if backend == "nxdi" and name in LATER:
-                    assert found[1] == f"later (`{marker.to[backend]}`)"
-                elif backend in marker.to:
+                if backend in marker.to:
                     assert found[1] == f"`{marker.to[backend]}`"
                 elif found:
                     assert found[1] == f"not supported ({'ignored' if marker.tunes else 'error'})"

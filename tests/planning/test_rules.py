@@ -528,7 +528,6 @@ TNX = [
     ),
 ]
 CORES = {"tensor_parallel_degree": 8, "max_rolling_batch_size": 8}
-LATER: dict[str, object] = {}
 _OF_DRAFTS: dict[str, tuple[object, object]] = {
     "on_device_generation": ({}, None),
     "rolling_batch_strategy": ("naive_rolling_batch", "continuous_batching"),
@@ -1021,7 +1020,6 @@ NXDI += [
         for name, value in {"modules_to_not_convert": ["mlp"], "fuse_qkv": True}.items()
     ),
 ]
-LEFT_OUT = {name: ServingOptions.model_fields[name].default for name in LATER}
 LISTED = [
     (loader, row) for loader, its in {"": GENERAL, "tnx": TNX, "nxdi": NXDI}.items() for row in its
 ]
@@ -1051,18 +1049,6 @@ def test_a_rule_is_told_when_broken_and_not_when_mended(loader, row):
     assert findings_of(loader, {**row.breaks, **row.mends}).count(finding) == before - 1
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_what_a_later_version_serves_is_refused(name):
-    chosen = options(**{name: LATER[name]})
-    found = [
-        entry.problem
-        for entry in broken_rules(BACKEND_RULES["nxdi"], chosen)
-        if entry.names == (name,)
-    ]
-    assert len([problem for problem in found if "later version" in problem]) == 1
-    assert "tnx" in option(name).to
-
-
 def test_the_fix_for_deterministic_draws_is_greedy_whatever_is_set():
     for given in ({"dynamic": True}, {"do_sample": True}):
         chosen = options(on_device_generation={**given, "deterministic": True})
@@ -1084,7 +1070,6 @@ def test_every_rule_is_in_the_table(subtests):
     for loader, rule in EVERY_RULE:
         with subtests.test("-".join((loader, rule.names[0]))):
             rows = [(row.breaks, row.mends) for its, row in LISTED if its == loader]
-            rows += [({name: value}, {name: LEFT_OUT[name]}) for name, value in LATER.items()]
             assert any(
                 rule.holds(options(**broken)) and not rule.holds(options(**{**broken, **mended}))
                 for broken, mended in rows

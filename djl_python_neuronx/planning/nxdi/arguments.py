@@ -35,7 +35,7 @@ _8_BITS = {"int8": "int8", "fp8": "f8e4m3"}
 
 
 def write_arguments(case: Case) -> LibraryArguments:
-    """Return the arguments of NxD Inference for options that are filled in, without those of `rules.LATER`."""
+    """Return the arguments of NxD Inference for options that are filled in."""
     options = case.effective
     arguments = LibraryArguments(environment=environment_of(options))
     config = arguments.neuron_config

@@ -14,7 +14,7 @@ from djl_python_neuronx.planning.model import ModelFacts
 from djl_python_neuronx.planning.nxdi.arguments import BLOCK_SIZE, graphs, write_arguments
 from djl_python_neuronx.planning.nxdi.capabilities import NXDI, REFUSED
 from djl_python_neuronx.planning.nxdi.contrib_rules import WITH_CODE
-from djl_python_neuronx.planning.nxdi.rules import LATER, NXDI_RULES, findings
+from djl_python_neuronx.planning.nxdi.rules import NXDI_RULES, findings
 
 
 def _padded_heads(model: ModelFacts, degree: int, _strategy: str | None, _slots: int) -> Heads:
@@ -81,7 +81,6 @@ LIBRARY: Final = NeuronBackend(
     traced_with=("neuronx-distributed", "torch", "torch-neuronx", "transformers"),
     not_served=REFUSED,
     with_code=WITH_CODE,
-    later=LATER,
     partly=("speculative_draft_model",),
     # It leaves out the token with which the sum of probabilities reaches top_p.
     host_samples=("top_p below 1",),

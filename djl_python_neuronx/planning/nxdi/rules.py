@@ -11,7 +11,6 @@ from itertools import product
 
 from djl_python_neuronx.config.findings import ANY, SET, UNSET, Finding, Rule, above, when
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
-from djl_python_neuronx.config.legacy import NOT_SERVED
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.values import SMALLEST_BUCKET, join_words, shortened
 from djl_python_neuronx.errors import did_you_mean
@@ -30,8 +29,6 @@ _ADAPTED = {
     **dict.fromkeys(("mistral", "mixtral"), _OF_ATTENTION),
 }
 """`model_type` to the layers whose adapters the library computes."""
-LATER = tuple(name for name in NOT_SERVED if name in ServingOptions.model_fields)
-"""Options that transformers-neuronx serves, and a later version with NxD Inference. No other rule is about them."""
 
 
 def _degree(options: ServingOptions) -> int:
@@ -323,10 +320,6 @@ _QUANTISED = (
         )
     ),
 )
-_LATER = tuple(
-    when(**{name: SET}).refuse("served with NxD Inference in a later version; leave it out")
-    for name in LATER
-)
 _CODE = (
     when(nxdi_model_code=SET, trust_remote_code=False).refuse(
         "it is run, as all code that comes with a model, with trust_remote_code=true alone: read it, then set that"
@@ -334,7 +327,6 @@ _CODE = (
 )
 NXDI_RULES: tuple[Rule, ...] = (
     *_CODE,
-    *_LATER,
     *_DEGREES,
     *_PAIRS,
     *_PREFIXES,
