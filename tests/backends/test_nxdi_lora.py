@@ -134,6 +134,7 @@ def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns
     # With blocks, prompts begin alike: only those of one adapter may share.
     begun = [[7] * 64, [7] * 40] if backend.spec.prefix_buckets else [[]]
     asked: dict[str, tuple[str | None, list[int]]] = {}
+    running: dict[str, int] = {}
     found: dict[str, list[int]] = defaultdict(list)
     swaps = 0
     for turn in range(3 * turns):
@@ -144,13 +145,14 @@ def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns
             prompt = [*draw.choice(begun), *draw.choices(range(3, 90), k=length)][:longest]
             name = str(turn)
             asked[name] = taken.get(place), prompt
+            running[name] = place
             engine.add(
                 GenerationRequest(
                     name, prompt, max_new_tokens=draw.randint(1, 14), ignore_eos=True, adapter=place
                 )
             )
         for place in taken:
-            if draw.random() < 0.3 and not engine.uses(place):
+            if draw.random() < 0.3 and place not in running.values():
                 taken[place] = draw.choice([*ADAPTERS, None])
                 busy = engine.has_work
                 engine.set_adapter(place, case.adapter(taken[place]))
@@ -159,6 +161,8 @@ def run(backend: Any, case: Case, taken: dict[int, str | None], seed: int, turns
             for output in engine.step().outputs if engine.has_work else ():
                 assert output.error is None, output.error
                 found[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    del running[output.request_id]
     assert not engine.has_work
     assert len(begun) == 1 or backend.cached([*begun[0], 3], 0), "no prefix is shared"
     assert swaps or backend.spec.num_slots == 1, "no adapter has changed while others ran"
