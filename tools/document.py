@@ -215,8 +215,10 @@ and the `rows` that the graph computes, however many of them run. `mixed_seconds
 and in `cache` the bucket of all sequences' context, 0 if graphs do not depend on it. So there are as many series as
 graphs.
 
-**Cache.** `kv_cache_used_tokens` rounds each sequence up to whole blocks where the cache has blocks. What the cache
-keeps of sequences that have ended does not count: a new prompt takes its place.
+**Cache.** `kv_cache_used_tokens` rounds each sequence up to whole blocks where the cache has blocks; a block that
+several sequences share counts for each. What the cache keeps of sequences that have ended does not count: a new prompt
+takes its place. `cached_prompt_tokens_total` by `prompt_tokens_total` is the hit rate of prefixes, over all copies:
+each has its own cache, and a request whose prefix is in a copy without a free slot runs it in another.
 
 **CloudWatch.** With `option.cloudwatch_namespace` the server also logs them once a minute, as a line of JSON in the
 Embedded Metric Format. Wherever its log reaches CloudWatch Logs, as that of a SageMaker endpoint does, each becomes a

@@ -56,7 +56,8 @@ class Copy:
 class Replicas:
     """The copies of a model. Thread-safe; nothing here runs per token.
 
-    A request goes to the copy with the fewest open ones (all have the same number of slots).
+    A request goes to the copy with the fewest open ones (all have the same number of slots). Where the cache may have
+    a part of its prompt, and slots are free, a copy counts as if that part of its slots were open requests less.
 
     If the engine of a copy dies, its requests go to others that have an engine, as soon as there is room; until then
     they wait for the restart.
@@ -208,6 +209,8 @@ class Replicas:
         with self._lock:
             self.spec, self.speculation = copy.loop.spec, copy.loop.speculation
             copy.takes = True
+            if len(self.copies) > 1 and self.spec.prefix_block:
+                copy.loop.streams.remember(self.spec.num_slots * self.spec.max_model_len)
 
     def retire(self, i: int, heir: Replicas | None = None) -> None:
         """Give copy `i` no more requests, hand over those that it has, and end its engine when all others have ended.
@@ -318,8 +321,10 @@ class Replicas:
         """
         for stream in group:
             stream.queue = output_queue
+            if len(self.copies) > 1 and self.spec.prefix_block:
+                stream.digests()  # which it keeps: under the lock others would wait
         with self._lock:
-            copy = self._choose()
+            copy = self._choose(group)
             if copy is None:
                 why = self.error or f"no copy of the model takes requests now ({self.stage}); retry"
                 raise BackendUnavailableError(str(why))
@@ -379,14 +384,14 @@ class Replicas:
             line.append(heir)
         return line
 
-    def _choose(self) -> Copy | None:
-        """The copy for a request, one with an engine if there is one; None if none takes requests. With the lock."""
-        taking = [copy for copy in self.copies if copy.takes]
-        return max(
-            taking,
-            key=lambda copy: (copy.loop.streams.alive, -len(copy.loop.streams)),
-            default=None,
-        )
+    def _choose(self, group: Sequence[Stream]) -> Copy | None:
+        """The copy for requests, one with an engine if there is one; None if none takes requests. With the lock."""
+
+        def preference(copy: Copy) -> tuple[bool, float]:
+            streams = copy.loop.streams
+            return streams.alive, streams.num_slots * streams.cached_part(group) - len(streams)
+
+        return max((copy for copy in self.copies if copy.takes), key=preference, default=None)
 
     # Deaths, on the output thread of the copy
 
@@ -412,11 +417,11 @@ class Replicas:
 
     def _taker(self, i: int, group: list[Stream], given_up: ServingError | None) -> Copy | None:
         """The copy that gets requests of copy `i`, which are ready for another engine then, or None."""
-        copy, other, heir = self.copies[i], self._choose(), self._heir
+        copy, other, heir = self.copies[i], self._choose(group), self._heir
         if copy.takes or given_up is not None:
             # Without another engine, requests may as well wait for the next one of this copy.
             return other if other is not copy and other and (other.alive or given_up) else None
-        taker = heir._choose() if heir is not None else None
+        taker = heir._choose(group) if heir is not None else None
         places = {stream.request.adapter for stream in group}
         if heir is not None and any(heir.adapter(one) != self.adapter(one) for one in places):
             heir = None
