@@ -118,7 +118,7 @@ class Cache(RuleBasedStateMachine):
             for block in table[:count]:
                 for place in range(block * self.size, (block + 1) * self.size):
                     assert self.memory.get(place) != NAN
-        assert self.blocks.num_used == len(used)
+        assert len(self.blocks._unused) == len(self.blocks._sharers) - 1 - len(used)
 
 
 Cache.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -252,4 +252,4 @@ def test_a_step_that_fails_leaves_no_prefix_and_no_block(tmp_path: Path) -> None
         assert (known, error) == (0, None)
         assert_greedy(model, history, tokens)
         assert run("shares", 9)[:2] == (tokens, 88)
-        assert backend._blocks.num_used == 0  # type: ignore[attr-defined]
+        assert not any(backend._blocks._sharers)  # type: ignore[attr-defined]

@@ -50,11 +50,6 @@ class Blocks:
         self._turns: dict[int, int] = {}
         """How often the adapter of each place was changed."""
 
-    @property
-    def num_used(self) -> int:
-        """Blocks that slots have."""
-        return len(self._sharers) - 1 - len(self._unused)
-
     def find(self, prompt_ids: Sequence[int], owner: Owner) -> list[int]:
         """Return the blocks that hold a prefix of a prompt, at most all but its last token."""
         digests = self._chain(self._root(owner), prompt_ids, 0, (len(prompt_ids) - 1) // self.size)
