@@ -25,7 +25,7 @@ _SWITCHES = re.compile("allow_|disable_|enable_|enforce_|use_")
 
 
 class _Flag(argparse.Action):
-    """A flag that adds its name (`const`) and value to the pairs of ``-o``."""
+    """A flag that adds what its name (`const`) and value mean to the pairs of ``-o``."""
 
     def __call__(
         self,
@@ -35,8 +35,8 @@ class _Flag(argparse.Action):
         flag: str | None = None,
     ) -> None:
         switch = "false" if str(flag).startswith("--no-") else "true"
-        pair = meant(str(self.const), ",".join(values) if self.nargs else switch)
-        namespace.option = [*namespace.option, pair]
+        pairs = meant(str(self.const), ",".join(values) if self.nargs else switch)
+        namespace.option = [*namespace.option, *pairs]
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:

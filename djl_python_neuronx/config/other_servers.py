@@ -31,11 +31,22 @@ SAME: Final = _by_word(
         "pipeline_parallel_degree": "pipeline_parallel_size pp",
         "quantize": "quantization",
         "replicas": "data_parallel_size dp",
+        "speculative_draft_model": "speculative_model speculative_config",
+        "speculative_length": "num_speculative_tokens",
         "tensor_parallel_degree": "num_shard tp HF_NUM_CORES NUM_SHARD",
     }
 )
 """Name to the option that means the same; of several variables for one option the first counts. An option's own aliases
 are flags too."""
+
+SPECULATION: Final = {
+    "method": "draft_model_kind",
+    "model": "speculative_draft_model",
+    "num_speculative_tokens": "speculative_length",
+    "prompt_lookup_max": "ngram_prompt_lookup_max",
+    "draft_tensor_parallel_size": "draft_model_tp_size",
+}
+"""Key of vLLM's `speculative_config` to the option. Source: vLLM 0.16, config/speculative.py."""
 
 _KEYS = "write the keys into a file and set -o api_key_file=FILE, or set DJL_NEURONX_API_KEY"
 _ORIGINS = "write -o cors_allow_origins=https://a.org,https://b.org"
@@ -78,7 +89,6 @@ ADVICE: Final = {
     **_by_word(
         {
             _CACHE: "download_dir huggingface_hub_cache",
-            _DRAFTS: "speculative_config",
             "leave it out: adapters have the dtype of the model": "lora_dtype",
             "write -o max_loras=NUMBER, of all adapters": "max_cpu_loras",
             "write -o lora_shard_linear_layer=true": "fully_sharded_loras",

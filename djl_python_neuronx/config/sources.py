@@ -24,8 +24,8 @@ from djl_python_neuronx import links
 from djl_python_neuronx.config.findings import Level
 from djl_python_neuronx.config.legacy import DJL_OPTIONS
 from djl_python_neuronx.config.options import INVALID, NAMES, ServingOptions, option, parse_value
-from djl_python_neuronx.config.other_servers import ADVICE, SAME
-from djl_python_neuronx.config.values import make_buckets, shortened
+from djl_python_neuronx.config.other_servers import ADVICE, SAME, SPECULATION
+from djl_python_neuronx.config.values import make_buckets, parse_object, shortened
 from djl_python_neuronx.errors import ArtifactError, ConfigError
 
 FILE_NAME = "serving.properties"
@@ -298,22 +298,42 @@ def from_other_servers(inputs: Inputs, stronger: Sequence[Setting]) -> list[Sett
                 unused = _held(inputs)
             value = flag.value or "true"
             found.append(replace(flag, value=value, source=OTHER_SERVERS, unused=unused))
-    for i, setting in enumerate(found):
-        name, value = meant(setting.name, setting.value)
-        found[i] = replace(setting, name=name, value=value)
+    found = [
+        replace(setting, name=name, value=value)
+        for setting in found
+        for name, value in meant(setting.name, setting.value)
+    ]
     return [*_naming_a_model(inputs, stronger, TGI_MODEL, OTHER_SERVERS), *found]
 
 
-def meant(name: str, value: object) -> tuple[str, object]:
-    """The option that another server's name stands for, and its value: of a longest prompt the lengths up to it.
+def meant(name: str, value: object) -> list[tuple[str, object]]:
+    """The options that another server's name stands for, with their values: of a longest prompt the lengths up to it.
 
     Lengths may have vLLM's units: 2k is 2000, 2K is 2048. Source: vLLM 0.16, arg_utils.py human_readable_int.
     """
+    if name == "speculative_config":
+        return _speculation(str(value))
     unit = _LENGTH.fullmatch(str(value).strip()) if name == "max_model_len" else None
     if unit and float(unit[1]) * _UNITS[unit[2]] < 2**31:
         value = str(int(float(unit[1]) * _UNITS[unit[2]]))
     longest = parse_value("n_positions", value) if name.lower().startswith("max_input_") else None
-    return SAME.get(name, name), make_buckets(longest) if isinstance(longest, int) else value
+    return [(SAME.get(name, name), make_buckets(longest) if isinstance(longest, int) else value)]
+
+
+def _speculation(text: str) -> list[tuple[str, object]]:
+    """The options of vLLM's object; a key without an option stays a name that is unknown here.
+
+    Both models have the same lengths, so that `max_model_len`, which AWS's guides set, says nothing.
+    """
+    given = None
+    with suppress(ValueError):
+        given = parse_object(text)
+    if not isinstance(given, dict):
+        return [("speculative_config", text)]
+    if given.get("method") == "ngram":
+        given = {"prompt_lookup_max": 5, **given, "method": None}  # vLLM's default
+    given.pop("max_model_len", None)
+    return [(SPECULATION.get(key, f"speculative_config[{key}]"), given[key]) for key in given]
 
 
 WRITTEN: Final[tuple[Source, ...]] = (

@@ -60,6 +60,7 @@ TAKEN = {
     "sequence_length": ("512", "n_positions", 512),
     "scheduling_policy": ("priority", "scheduling_policy", "priority"),
     "served_model_name": ("chat", "model_name", ("chat",)),
+    "speculative_config": (f'{{"model": "{MODEL}"}}', "speculative_draft_model", MODEL),
     "task": ("text-generation", "task", "text-generation"),
     "otlp_traces_endpoint": (
         "http://collector:4318/v1/traces",
@@ -205,6 +206,22 @@ def test_a_flag_of_serve_itself_is_taken():
     assert parsed(["-p", "9"]).port == 9
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("x", "'speculative_config'"),
+        ("[1]", "'speculative_config'"),
+        ('{"revision": "v1"}', "'speculative_config[revision]'"),
+        ('{"method": "medusa"}', "expected draft_model, eagle or eagle3"),
+    ],
+)
+def test_a_speculative_config_that_has_no_options_is_an_error(given, named):
+    resolved, problems = settings(parsed(["m", "--speculative-config", given]).option)
+    (error,) = problems.messages("error")
+    assert named in error
+    assert resolved.options.revision is None
+
+
 def test_several_names_and_short_flags():
     words = ["m", "-tp", "8", "-pp", "1", "-dp", "2", "-m", MODEL, "--served-model-name", "a", "b"]
     arguments = parsed(words)
@@ -314,7 +331,6 @@ def test_any_other_flag_is_refused_with_the_usage_of_serve_and_what_to_do(capsys
         ("--api-key", "-o api_key_file=FILE"),
         ("--allowed-origins", "-o cors_allow_origins="),
         ("--cors-allow-origin", "-o cors_allow_origins="),
-        ("--speculative-config", "-o speculative_draft_model=MODEL"),
         ("--json-output", "--log-format json"),
         ("--otlp-endpoint", "-o otlp_traces_endpoint=http"),
         ("--otlp-service-name", "set OTEL_SERVICE_NAME"),
@@ -382,6 +398,7 @@ def test_the_tables_have_no_name_that_no_source_has():
     assert {*TAKEN, *WITHOUT_EFFECT, *OF_SERVE} <= FLAGS
     known = {*FLAGS, *VARIABLES, "m", "tp", "pp", "dp"}
     others = {"HUGGINGFACE_HUB_CACHE", "enable_cuda_graphs", "ENABLE_CUDA_GRAPHS"}
+    others |= {"speculative_model", "num_speculative_tokens"}  # of vLLM 0.6 to 0.8
     assert {*SAME, *ADVICE} - known <= {*others}
     assert set(SAME.values()) <= set(NAMES.values())
     assert not {*ADVICE} & {*NAMES, *IGNORED, *UNSUPPORTED}

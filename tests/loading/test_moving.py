@@ -57,6 +57,11 @@ OLD_CI = {
         {"rolling_batch": "auto", "tensor_parallel_degree": 2, "n_positions": 1024}
         | {"max_rolling_batch_size": 4, "model_loading_timeout": 1200},
     ),
+    "tiny-llama-rb-aot-quant": (
+        "tinyllama-1.1b",
+        {"quantize": "static_int8", "rolling_batch": "auto", "tensor_parallel_degree": 2}
+        | {"n_positions": 1024, "max_rolling_batch_size": 4, "model_loading_timeout": 1200},
+    ),
     "llama-3-1-8b-instruct-vllm-nxdi": (
         "llama-3.1-8b",
         {"tensor_parallel_degree": 8, "rolling_batch": "vllm", "max_rolling_batch_size": 1}
@@ -113,12 +118,6 @@ REFUSED_CI = {
         {"tensor_parallel_degree": 4, "n_positions": 512, "max_rolling_batch_size": 4}
         | {"model_loading_timeout": 2400, "load_split_model": True},
         "load_split_model",
-    ),
-    "tiny-llama-rb-aot-quant": (
-        "tinyllama-1.1b",
-        {"quantize": "static_int8", "rolling_batch": "auto", "tensor_parallel_degree": 2}
-        | {"n_positions": 1024, "max_rolling_batch_size": 4, "model_loading_timeout": 1200},
-        "quantize",
     ),
 }
 
@@ -273,6 +272,22 @@ def test_flags_and_variables_mean_the_option_beside_them(tmp_path, row):
     problems.raise_errors()
 
 
+@pytest.mark.parametrize("row", rows(VLLM, "speculative"), ids=lambda row: row[0])
+def test_each_key_of_a_speculative_config_is_its_option(tmp_path, row):
+    (given,), settings = code(row[0]), [one for one in code(row[1]) if one.startswith("option.")]
+    words = ["serve", "owner/name", "--speculative-config", given]
+    pairs = dict(cli._parser().parse_args(words).option)
+    problems = Problems()
+    write(tmp_path, ["option.model_id=owner/name"])
+    expected = options(tmp_path, settings)
+    write(tmp_path, ["option.model_id=owner/name"])
+    assert examine(None, tmp_path, {}, problems, pairs).options == expected
+    environ = {"SM_VLLM_SPECULATIVE_CONFIG": given}
+    assert examine(None, tmp_path, environ, problems).options == expected
+    assert (expected == options(tmp_path, [])) == (not settings)
+    problems.raise_errors()
+
+
 @pytest.mark.parametrize("row", rows(VLLM, "keyword"), ids=lambda row: row[0])
 def test_each_keyword_is_its_option(tmp_path, row):
     (keywords,) = code(row[0])
@@ -367,23 +382,43 @@ def plain(file):
     return {name: value for name, value in pairs if name != "model_id"}
 
 
+BESIDE = {
+    # words of the second column, or the first, to what a deployment with it has too
+    "with the device's sampling": {"on_device_generation": "{}"},
+    "with a draft": {"speculative_draft_model": "draft"},
+    "data parallel attention": {"tensor_parallel_degree": 16},  # a core for each KV head
+    "kernels": {"fuse_qkv": "true"},
+}
+PLACES = {
+    "model_id": {},
+    "compiled_graph_path": {"compiled_graph_path": "graphs"},
+    "speculative_draft_model": {"speculative_draft_model": "draft"},
+}
+"""Options in the table whose values are places."""
+
+
 @pytest.mark.parametrize("row", rows(NXDI, "feature"), ids=lambda row: row[0])
 def test_each_feature_is_served_or_refused_as_the_guide_says(tmp_path, row):
-    feature, example, status = row
-    (keywords,) = code(example)
-    write(
-        tmp_path,
-        [
-            "option.model_loader=nxdi",
-            "option.max_rolling_batch_size=8",
-            f"option.override_neuron_config={keywords}",
-        ],
-        "llama-3-8b",
-    )
-    report = check(str(tmp_path), environ={}, overrides={}, machine=machines.named("inf2.48xlarge"))
+    feature, example, status, run = row
+    for name in code(run):
+        assert (ROOT / "tests" / "backends" / f"test_nxdi_{name}.py").exists()
+    given = {"model_loader": "nxdi", "max_rolling_batch_size": 8, "tensor_parallel_degree": 8}
+    for words, more in BESIDE.items():
+        given |= more if words in (feature, *row[1].partition("` ")[2:]) else {}
+    for setting in code(example)[-1:] if status.startswith("refused") else code(example)[:1]:
+        name, _, value = setting.partition("=")
+        if name in NAMES:
+            given |= PLACES.get(name, {name: value or "true"})
+        else:
+            given["override_neuron_config"] = json.dumps({name: True})
+    model = "mixtral-8x7b" if "experts" in feature else "llama-3-8b"
+    (tmp_path / "draft").mkdir()
+    write(tmp_path / "draft", [], "llama-3-8b")
+    write(tmp_path, [f"option.{name}={value}" for name, value in given.items()], model)
+    report = check(str(tmp_path), environ={}, overrides={}, machine=machines.named("trn2.48xlarge"))
     errors = report.findings.messages("error")
-    if keywords == "{}" or status.startswith("served"):
+    if status.startswith("served") or not code(example):
         assert errors == ()
     else:
-        assert status.startswith(("later", "refused"))
+        assert status.startswith("refused")
         assert errors, feature

@@ -203,7 +203,8 @@ BEDROCK_LINES = [
         "content_type": "application/jsonlines",
     },
 ]
-MODEL = {"id": "toy", "object": "model", "created": 7, "owned_by": "me", "max_model_len": 9}
+MODEL = {"id": "toy", "object": "model", "created": 7, "owned_by": "me"}
+MODEL |= {"max_model_len": 9, "root": "toy", "parent": None}
 WITH_TOP = {"top_tokens": [[LMI, LMI]]}
 OTHER = {"finish_reason": "length", "generated_tokens": 1, "tokens": [LMI], "generated_text": "b"}
 TGI_OTHER = {**TGI_DETAILS, "generated_text": "b"}
