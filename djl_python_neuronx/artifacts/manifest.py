@@ -412,6 +412,18 @@ def artifact_digest(folder: Path) -> str:
     return f"sampled:{digest.hexdigest()}"
 
 
+def contents_digest(folder: Path, names: Iterable[str]) -> str:
+    """Hexadecimal SHA-256 of the names and of all bytes of files of the model in a folder.
+
+    Raises:
+        ArtifactError: a file cannot be read, or lies elsewhere.
+    """
+    digest, names = hashlib.sha256(), sorted(names)
+    with reading(folder):
+        _feed(digest, *names, *_of_each(sha256_of, folder, names))
+    return digest.hexdigest()
+
+
 def sha256_of(path: Path, root: Path) -> str:
     """Hexadecimal SHA-256 of a file of the model in the folder `root`; releases the GIL."""
     digest = hashlib.sha256()

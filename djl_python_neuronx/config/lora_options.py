@@ -16,7 +16,7 @@ from djl_python_neuronx.config.values import (
     parse_object,
 )
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@+-]*$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}$"
 """Names of adapters: they stand in URLs, headers and names of folders."""
 
 
@@ -39,7 +39,7 @@ def _listed(value: object) -> object:
 
 Adapters = Annotated[
     dict[
-        Annotated[str, StringConstraints(pattern=NAME, max_length=128)],
+        Annotated[str, StringConstraints(pattern=NAME)],
         Annotated[ModelSource, Field(min_length=1)],
     ],
     Field(min_length=1),
@@ -59,7 +59,7 @@ class LoraOptions(OptionGroup):
     adapters: Annotated[
         Adapters | None,
         Option(
-            'names with places such as "sql=/adapters/sql,law=owner/law@main"; a name has letters, digits and ._:@+-',
+            'names with places such as "sql=/adapters/sql,law=owner/law@v1"; names: up to 128 letters, digits, ._:@+-',
             to=_TO,
             graph=(),
             cpu=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -14,7 +13,7 @@ from djl_python_neuronx.artifacts import adapters, fetch
 from djl_python_neuronx.artifacts.adapters import Adapter
 from djl_python_neuronx.artifacts.cache import Progress
 from djl_python_neuronx.artifacts.folder import Folder, reading
-from djl_python_neuronx.artifacts.manifest import sha256_of
+from djl_python_neuronx.artifacts.manifest import contents_digest
 from djl_python_neuronx.config import sources
 from djl_python_neuronx.config.lora_options import NAME
 from djl_python_neuronx.config.options import ServingOptions
@@ -128,12 +127,10 @@ def check_name(name: str, options: ServingOptions) -> None:
     """Refuse a name that cannot be an adapter's.
 
     Raises:
-        ConfigError: it has other characters, or is a name of the model.
+        ConfigError: it has other characters, is too long, or is a name of the model.
     """
     if not re.fullmatch(NAME, name):
-        msg = (
-            f"{shortened(name)!r} cannot name an adapter; expected ASCII letters, digits and ._:@+-"
-        )
+        msg = f"{shortened(name)!r} cannot name an adapter; expected at most 128 ASCII letters, digits and ._:@+-"
         raise ConfigError(msg)
     if name in options.model_names:
         msg = f"the adapter {name!r} has the name of the model; give it another, or set option.model_name"
@@ -205,8 +202,7 @@ def _converted(folder: Path, environ: Mapping[str, str]) -> Path:
     """
     with reading(folder):
         names = adapters.FILES.choose([path.name for path in folder.iterdir()])
-        contents = "".join(sha256_of(folder / name, folder) for name in names)
-    digest = hashlib.sha256(contents.encode()).hexdigest()
+        digest = contents_digest(folder, names)
     target = fetch.download_root(environ) / adapters.FOLDER / digest
     if not target.is_dir():
         job = json.dumps([str(folder), str(target)]).encode()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from djl_python_neuronx.artifacts.artifact import WHOLE, Artifact
 from djl_python_neuronx.artifacts.atomic import hold_lock
 from djl_python_neuronx.artifacts.fetch import download_root
 from djl_python_neuronx.artifacts.folder import Folder
-from djl_python_neuronx.artifacts.manifest import artifact_digest, sha256_of
+from djl_python_neuronx.artifacts.manifest import contents_digest
 from djl_python_neuronx.artifacts.output import KEPT_SUFFIXES
 from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.loading.guarded_job import do_job, run_guarded
@@ -21,16 +21,19 @@ _VERSION = "1"
 """Of the formulas: a change makes all again."""
 
 
-def place_of(model: Path, environ: Mapping[str, str]) -> Path:
+def place_of(model: Artifact, environ: Mapping[str, str]) -> Path:
     """Return the folder of the dequantised model, which exists when it is whole.
 
-    Its name is a digest of the weights' samples and of the files that are copied.
+    Its name is a digest of all bytes of the weights and of the files that are copied.
+
+    Raises:
+        ArtifactError: a file cannot be read.
     """
-    folder, digest = Folder.open(model), hashlib.sha256(artifact_digest(model).encode())
-    for name in sorted(folder.names - folder.folders):
-        if name.endswith(KEPT_SUFFIXES):
-            digest.update(f"{name}\0{sha256_of(folder.path / name, folder.root)}".encode())
-    return download_root(environ) / "dequantized" / f"{_VERSION}-{digest.hexdigest()[:32]}"
+    folder = Folder.open(model.path)
+    copied = {one for one in folder.names - folder.folders if one.endswith(KEPT_SUFFIXES)}
+    weights = model.weights_for("dequantising", WHOLE).names
+    digest = contents_digest(model.path, copied.union(weights))
+    return download_root(environ) / "dequantized" / f"{_VERSION}-{digest[:32]}"
 
 
 def dequantise(model: Path, place: Path, environ: Mapping[str, str]) -> None:

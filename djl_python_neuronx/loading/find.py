@@ -188,7 +188,8 @@ def _dequantised(model: Model, settings: Resolved, situation: Situation) -> Mode
         return model
     read_scheme(artifact.config, artifact.path)
     if model.whole and not settings.options.simulated:
-        place = place_of(artifact.path, situation.environ)
+        situation.progress.stage("reading the quantised weights")
+        place = place_of(artifact, situation.environ)
         if not situation.is_dry:
             situation.progress.stage("dequantising the weights")
             dequantise(artifact.path, place, situation.environ)

@@ -70,6 +70,7 @@ def test_places_may_be_relative_to_the_model_folder_and_there_may_be_none(model)
         ({"a": {}}, {"adapters": "a=elsewhere"}, "two adapters are named 'a'"),
         ({"a b": {}}, {}, "'a b' cannot name an adapter"),
         ({"é": {}}, {}, "ASCII letters"),
+        ({"a" * 129: {}}, {}, "at most 128 ASCII letters"),
         ({"model": {}}, {}, "'model' has the name of the model"),
         ({"chat": {}}, {"model_name": "llama,chat"}, "'chat' has the name of the model"),
         ({"a": {}, "b": {}}, {"max_loras": "1"}, "2 adapters (a, b), and max_loras is 1"),

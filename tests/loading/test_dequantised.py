@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from djl_python_neuronx import backends  # noqa: E402
 from djl_python_neuronx.artifacts.convert import convert  # noqa: E402
+from djl_python_neuronx.artifacts.formats import detect  # noqa: E402
 from djl_python_neuronx.errors import ArtifactError  # noqa: E402
+from djl_python_neuronx.loading import dequantised  # noqa: E402
 from djl_python_neuronx.loading.check import check  # noqa: E402
-from djl_python_neuronx.loading.dequantised import dequantise, place_of  # noqa: E402
+from djl_python_neuronx.loading.dequantised import dequantise  # noqa: E402
 from djl_python_neuronx.loading.load_plan import load_plan  # noqa: E402
 from djl_python_neuronx.loading.prepare import prepare_or_raise  # noqa: E402
 from djl_python_neuronx.planning import machines  # noqa: E402
@@ -48,6 +50,10 @@ def environ(tmp_path):
 
 def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def place_of(folder, environ):
+    return dequantised.place_of(detect(folder, origin="the test"), environ)
 
 
 def prepare(folder, environ):
@@ -94,10 +100,12 @@ def test_its_place_depends_on_what_it_is_made_of(model, environ):
     places.append(place_of(folder, environ))
     edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].add_(1))
     places.append(place_of(folder, environ))
+    edit_tensors(folder, lambda tensors: tensors["model.embed_tokens.weight"][-1, -1].add_(1))
+    places.append(place_of(folder, environ))
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     edit_config(folder, quantization_config={**config, "checkpoint_format": "gptq_v2"})
     places.append(place_of(folder, environ))
-    assert len({*places}) == 4
+    assert len({*places}) == 5
 
 
 KILLED = """
