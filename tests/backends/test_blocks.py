@@ -147,6 +147,20 @@ def test_a_conversation_stays_while_there_is_room_and_its_end_goes_first() -> No
     assert run(1, [1, 2, 3], "") == 2
 
 
+def test_a_block_is_to_be_cleaned_until_it_is() -> None:
+    """The call that cleans it may fail, and the step comes again."""
+    blocks = Blocks(2 * 2 + 1, 4, 2, 8)
+    blocks.acquire(0, [1, 2, 3], (0, ""))
+    blocks.extend(0, 4)
+    blocks.release(0, range(4))
+    blocks.acquire(1, [1, 2, 3], (0, ""))
+    spoilt = blocks.extend(1, 4)
+    assert spoilt
+    assert blocks.extend(1, 4) == blocks.extend(1, 8) == spoilt
+    blocks.clean(spoilt)
+    assert not blocks.extend(1, 8)
+
+
 def test_too_few_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="expected at least 9"):
         Blocks(8, 2, 2, 8)

@@ -17,7 +17,7 @@ pytest.importorskip("peft", reason="the oracle")
 
 import peft
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends.plan import LoadPlan, LoraPlan
@@ -236,3 +236,42 @@ def test_a_compiled_output_takes_any_adapters(tmp_path: Path) -> None:
         again = replace(plan_of(case, names, tp=2), kind="ranks")
         with loaded(again, output) as backend:
             run(backend, case, taken, len(names))
+
+
+def test_an_adapter_that_is_not_a_number_spoils_no_row_beside_it(tmp_path: Path) -> None:
+    """Its blocks, which NaN fills, are overwritten before a row of the base model gets them."""
+    case = make(tmp_path, "llama", max_position_embeddings=384)
+    matrices = case.folder.parent / "wide" / "adapter_model.safetensors"
+    save_file(
+        {name: torch.full_like(one, torch.nan) for name, one in load_file(matrices).items()},
+        matrices,
+    )
+    plan = plan_of(case, ("wide", "narrow"), **IN_BLOCKS, on_device_generation={"do_sample": False})
+    found: dict[str, list[int]] = defaultdict(list)
+    model, prompts = load_reference(case.folder), {}
+    with loaded(plan) as backend:
+        engine = Engine(backend)
+
+        def run_steps(most: int) -> None:
+            while engine.has_work and most:
+                most -= 1
+                for output in engine.step().outputs:
+                    assert output.error is None or output.request_id not in prompts
+                    found[output.request_id] += output.token_ids
+
+        def add(name: str, prompt: list[int], most: int, place: int) -> None:
+            engine.add(
+                GenerationRequest(name, prompt, max_new_tokens=most, ignore_eos=True, adapter=place)
+            )
+
+        add("before", [9] * 100, 4, 1)
+        run_steps(100)
+        for i in range(6):
+            add(f"bad {i}", [20 + i, 22, 23, 24, 25, 26, 27], 5, 1)
+            run_steps(1)
+            prompts[f"base {i}"] = [token + i for token in range(11, 18)]
+            add(f"base {i}", prompts[f"base {i}"], 12, 0)
+            run_steps(100)
+    for name, prompt in prompts.items():
+        assert len(found[name]) == 12
+        assert_greedy(model, prompt, found[name])

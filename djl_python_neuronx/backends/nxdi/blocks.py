@@ -72,16 +72,16 @@ class Blocks:
         return len(found) * self.size
 
     def extend(self, slot: int, end: int) -> list[int]:
-        """Give a slot blocks for its first `end` tokens; returns those of the new ones that may hold NaN."""
-        first, last = self._counts[slot], -(-end // self.size)
-        for place in range(first, last):
+        """Give a slot blocks for its first `end` tokens; returns those of them that may hold NaN."""
+        last = -(-end // self.size)
+        for place in range(self._counts[slot], last):
             block, _ = self._unused.popitem(last=False)
             if (digest := self._digests.pop(block, None)) is not None:
                 del self._held[digest]
             self._sharers[block] = 1
             self.tables[slot, place] = block
             self._counts[slot] = place + 1
-        return [one for one in self.tables[slot, first:last].tolist() if one in self._spoilt]
+        return [one for one in self.tables[slot, :last].tolist() if one in self._spoilt]
 
     def clean(self, blocks: Iterable[int]) -> None:
         """Record that blocks hold no NaN."""

@@ -97,7 +97,7 @@ class PagedBackend(ContinuousBackend):
         [slot], [start], [count] = (each.tolist() for each in (rows.slots, rows.starts, rows.lens))
         end = start + count
         self._tokens[slot, start:end] = rows.input_ids[0, :count]
-        self._reserve(rows, np.array([end]))
+        self._reserve(slot, end, 0)  # the prompt itself brings its adapter
         newest = self._tokens[slot, end - 1 : end]
         self._newest.keep(rows.slots, newest, np.array([end - 1]), rows.sampling)
         sampling = self._newest.sampling[rows.slots]
@@ -107,8 +107,9 @@ class PagedBackend(ContinuousBackend):
 
     def _decode(self, rows: Rows) -> StepOutput:
         self._tokens[rows.slots, rows.starts] = rows.input_ids[:, 0]
-        ends = rows.starts + self._model.num_written
-        self._reserve(rows, np.minimum(ends, self.spec.max_model_len))
+        ends = np.minimum(rows.starts + self._model.num_written, self.spec.max_model_len)
+        for slot, end, place in zip(rows.slots, ends, rows.adapters, strict=True):
+            self._reserve(int(slot), int(end), int(place))
         return super()._decode(rows)
 
     def _placed(self, positions: Int32Array, rows: Rows | None = None) -> dict[str, torch.Tensor]:
@@ -124,20 +125,19 @@ class PagedBackend(ContinuousBackend):
         }
         return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
-    def _reserve(self, rows: Rows, ends: Int32Array) -> None:
-        """Give the slots of `rows` blocks for their first `ends` tokens, without NaN."""
-        spoilt: list[int] = []
-        for slot, end in zip(rows.slots.tolist(), ends.tolist(), strict=True):
-            spoilt += self._blocks.extend(slot, end)
+    def _reserve(self, slot: int, end: int, place: int) -> None:
+        """Give a slot blocks for its first `end` tokens, without NaN, and the adapter of a place.
+
+        An adapter may give NaN itself. So a decode overwrites blocks with its row's: it reads them, and shows that.
+        """
+        spoilt = np.array(self._blocks.extend(slot, end), np.int32)
         size = self._blocks.size
         most = self._model.prompt_buckets[-1] // size
         for first in range(0, len(spoilt), most):
             # A prompt without a prefix reads nothing.
-            chosen = np.array(spoilt[first : first + most], np.int32)
+            chosen = spoilt[first : first + most]
             zeros, sampling = np.zeros(len(chosen) * size, np.int32), np.ones((1, 3), np.float32)
-            # A prompt of the first row's slot, which has its adapter before and after.
-            adapters = rows.adapters[:1].copy()
-            self._prompt(int(rows.slots[0]), zeros, 0, chosen, sampling, adapters)
+            self._prompt(slot, zeros, 0, chosen, sampling, np.array([place], np.int32))
             self._blocks.clean(chosen.tolist())
 
     def _prompt(
