@@ -21,18 +21,22 @@ import pytest
 pytest.importorskip("torch", reason="the nxdi backend needs torch")
 pytest.importorskip("transformers", "4.57", reason="the nxdi backend needs transformers 4.57")
 
+import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import env, nxdi
 from djl_python_neuronx.backends.base import Backend, Step, Want
+from djl_python_neuronx.backends.nxdi import fused
 from djl_python_neuronx.backends.nxdi.model import rolls
+from djl_python_neuronx.backends.nxdi.nan import Mender
 from djl_python_neuronx.engine.core import Engine
 from djl_python_neuronx.engine.limits import check
 from djl_python_neuronx.engine.sequence import Sequence as Running
 from djl_python_neuronx.engine.warmup import warm_up
 from djl_python_neuronx.errors import (
+    ArtifactError,
     ArtifactNotFoundError,
     BackendUnavailableError,
     CompileError,
@@ -689,3 +693,51 @@ def drive(backend: Backend) -> None:
             )
         engine.step()
     assert not engine.has_work
+
+
+class LikeAt:
+    """Calls with drafts on the device, after which tokens at multiples of a number are followed by the same one."""
+
+    fused, prompt_buckets = True, (128,)
+    spec = SimpleNamespace(vocab_size=96, max_model_len=256)
+    application = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=2))
+
+    def __init__(self, multiple: int) -> None:
+        self.multiple = multiple
+
+    def num_rows(self, slot: int) -> int:
+        return slot + 1
+
+    def decode_alone(self, token_id: int, *_: Any, **__: Any) -> Any:
+        following = token_id % self.multiple
+        return SimpleNamespace(logits=None, tokens=torch.tensor([[following, -1]]))
+
+
+def test_few_tokens_that_are_followed_by_one_end_no_engine_with_drafts() -> None:
+    def mend(multiple: int) -> None:
+        mender = Mender(LikeAt(multiple), 0, np.array([0]), lambda _: {})  # type: ignore[arg-type]
+        mender.mend(range(150, 160), lambda *_: None)
+
+    mend(12)
+    with pytest.raises(StepError, match="only another load removes") as caught:
+        mend(1)
+    assert caught.value.fatal
+
+
+def test_a_reduced_vocabulary_keeps_each_of_its_tokens() -> None:
+    """Tokens that the draft lacks never come before one that it has. Rows are orthogonal: each is its own likeliest."""
+    head, ids = torch.eye(4), torch.tensor([3, 5, 6, 9])
+    config: Any = SimpleNamespace(neuron_config=SimpleNamespace(is_eagle_draft=True), vocab_size=12)
+
+    def likeliest(**weights: Any) -> list[int]:
+        found = fused._renamed(
+            {name.replace("__", "."): one for name, one in weights.items()}, config
+        )
+        return (head @ found["lm_head.weight"].T).argmax(-1).tolist()
+
+    offsets = ids - torch.arange(4)
+    assert likeliest(lm_head__weight=head, d2t=offsets) == ids.tolist()
+    wrong = {"d2t": offsets}, {"lm_head__weight": head[:3], "d2t": offsets}
+    for weights in (*wrong, {"lm_head__weight": head, "d2t": offsets + 9}):
+        with pytest.raises(ArtifactError, match=r"d2t.*4 tokens"):
+            likeliest(**weights)

@@ -16,6 +16,7 @@ import numpy as np
 
 from djl_python_neuronx.backends.base import Int32Array
 from djl_python_neuronx.backends.plan import LoadPlan
+from djl_python_neuronx.errors import ArtifactError
 
 _SHARED = ("lm_head.weight", "embed_tokens.weight")
 """Weights that an EAGLE draft takes from the model where its checkpoint has none."""
@@ -73,7 +74,10 @@ def fuse(
 def _renamed(weights: dict[str, Any], config: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return a checkpoint with the names and the vocabulary that the library reads: EAGLE3's have others.
 
-    Tokens that such a draft never proposes get the row of another, which precedes them.
+    Tokens that such a draft never proposes get the mean of all rows, whose logit is below the largest.
+
+    Raises:
+        ArtifactError: the tokens of its output layer are not those of the vocabulary.
     """
     if not config.neuron_config.is_eagle_draft:
         return weights
@@ -81,11 +85,17 @@ def _renamed(weights: dict[str, Any], config: Any) -> dict[str, Any]:  # noqa: A
     offsets = found.pop("d2t", None)
     found.pop("t2d", None)
     if offsets is not None:
-        torch, head = importlib.import_module("torch"), found["lm_head.weight"]
-        ids = torch.arange(len(head)) + offsets
-        rows = torch.zeros(config.vocab_size, dtype=torch.int64)
-        rows[ids] = torch.arange(len(head))
-        found["lm_head.weight"] = head[rows]
+        head, size = found.get("lm_head.weight", ()), config.vocab_size
+        ids = np.arange(len(offsets)) + offsets.long().numpy()
+        if len(head) != len(ids) or not ((ids >= 0) & (ids < size)).all():
+            message = (
+                f"d2t of the draft model has {len(ids)} tokens, and lm_head.weight {len(head)} rows; expected equally "
+                f"many, and tokens below {size}. It is of another model, or damaged"
+            )
+            raise ArtifactError(message)
+        rows = head.float().mean(0).to(head.dtype).repeat(size, 1)
+        rows[ids] = head
+        found["lm_head.weight"] = rows
     return found
 
 

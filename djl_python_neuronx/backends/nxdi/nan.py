@@ -22,8 +22,8 @@ _PROBES = 4
 """Tokens to try before one that follows all of them is taken for the one that NaN yields: clearing a slot takes a call
 for each layer, or many."""
 _PROBES_OF_ROW = 16
-"""The same for a slot in use, whose sequence ends then. Each is tried behind the sequence's first token alone, where no
-two tokens of a trained model are followed by the same."""
+"""The same for a slot in use, whose sequence ends then, and with drafts of the device, where the engine ends. Each is
+tried behind the sequence's first token alone, where no two tokens of a trained model are followed by the same."""
 _REPEATS = 4
 """Equal tokens behind a first one from which on a row is tried: at 4, 8, 16 and so on."""
 
@@ -119,8 +119,9 @@ class Mender:
         position cleans one more layer, so this repeats once per layer.
         """
         longest = self._calls.prompt_buckets[-1]
+        probes = _PROBES_OF_ROW if self._calls.fused else _PROBES
         for turn in range(int(self._calls.application.config.num_hidden_layers) + 1):
-            if not self.is_spoiled(FREE, doubtful.stop):
+            if not self.is_spoiled(FREE, doubtful.stop, probes):
                 return
             if turn and self._calls.fused:
                 # Its decodes read all positions up to those that they write.
@@ -135,7 +136,7 @@ class Mender:
             for position in range(max(doubtful.start, longest), doubtful.stop):
                 self._decode(0, position, 1)
 
-    def is_spoiled(self, position: int, end: int, probes: int = _PROBES) -> bool:
+    def is_spoiled(self, position: int, end: int, probes: int) -> bool:
         """Return whether the slot's cache holds NaN before `end`, or may do so; it is written at `position`.
 
         Without logits: whether tokens from all over the vocabulary are followed by one and the same.
