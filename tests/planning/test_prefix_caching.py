@@ -97,6 +97,21 @@ def test_what_the_library_would_stop_at_is_an_error(tmp_path):
     assert not wrong
 
 
+def test_experts_that_were_never_run_with_it_are_a_warning(tmp_path):
+    experts = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1024,
+    }
+    found = {}
+    for name in ("qwen3_moe", "mixtral", "llama"):
+        report = planned(tmp_path / name, {**LLAMA, "model_type": name, **experts})
+        found[name] = [text for text in report.findings.messages("warning") if "never run" in text]
+    assert "enable_prefix_caching" in found["qwen3_moe"][0]
+    assert not found["mixtral"] + found["llama"]
+
+
 def test_graphs_of_another_program_are_refused(tmp_path):
     """They may lack the mask of a prefix."""
     graphs = tmp_path / "graphs"

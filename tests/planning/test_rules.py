@@ -955,6 +955,7 @@ NXDI = [
         mends={"async_execution": None},
     ),
 ]
+INT8, FP8_CACHE = {"quantize": "static_int8"}, {"kv_cache_quantize": "fp8"}
 NXDI += [
     *(
         Row(
@@ -967,6 +968,15 @@ NXDI += [
             "enable_lora",
             *("fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "qkv_nki_kernel_enabled"),
             *("out_proj_kernel_enabled", "attn_block_tkg_nki_kernel_enabled"),
+        )
+    ),
+    *(
+        Row(name, "error", breaks={**CORES, name: value, **eight}, mends={name: None})
+        for name, value, eight in (
+            *((name, 2, INT8) for name in ("cp_degree", "attention_dp_degree")),
+            ("shard_over_sequence", True, INT8),
+            *((name, 2, FP8_CACHE) for name in ("cp_degree", "attention_dp_degree")),
+            ("token_generation_batches", (1, 2), FP8_CACHE),
         )
     ),
     *(

@@ -29,6 +29,8 @@ _ADAPTED = {
     **dict.fromkeys(("mistral", "mixtral"), _OF_ATTENTION),
 }
 """`model_type` to the layers whose adapters the library computes."""
+_WITHOUT_PREFIXES = {"dbrx", "qwen3_moe"}
+"""`model_type` of models that were run without cached prefixes only."""
 
 
 def _degree(options: ServingOptions) -> int:
@@ -139,6 +141,7 @@ _NEEDS = {
 _EXCLUDE = {
     "quantize / fused_rmsnorm_qkv fused_rmsnorm_mlp qkv_nki_kernel_enabled": "the kernel takes weights in dtype",
     f"quantize / out_proj_kernel_enabled {_BLOCK_KERNEL}": "the kernel takes weights in dtype",
+    "cp_degree / quantize": "NxD Inference fails to load such weights",
     "kv_cache_quantize / shard_over_sequence": "keys that are divided are not cast",
     "kv_cache_quantize / k_cache_transposed": "keys that are transposed are not cast",
     "mlp_kernel_fuse_residual_add qkv_kernel_fuse_residual_add / sequence_parallel": (
@@ -181,6 +184,8 @@ _EXCLUDE = {
     f"{_DRAFTS} / shard_over_sequence attention_dp_degree cp_degree nxdi_model_code": _NOT_RUN,
     f"shard_over_sequence attention_dp_degree cp_degree {_WINDOW} / enable_lora enable_prefix_caching": _NOT_RUN,
     f"{_BLOCK_KERNEL} kv_cache_quantize / enable_prefix_caching": _NOT_RUN,
+    "shard_over_sequence attention_dp_degree / quantize": _NOT_RUN,
+    "attention_dp_degree cp_degree token_generation_batches / kv_cache_quantize": _NOT_RUN,
     "nxdi_model_code quantize / enable_lora": _NOT_RUN,
 }
 """Options / those that each of them excludes -> why."""
@@ -426,6 +431,9 @@ def _prefix_caching(case: Case) -> Iterator[Finding]:
     name, options = "enable_prefix_caching", case.effective
     if not options.enable_prefix_caching:
         return
+    if (model_type := case.model.model_type) in _WITHOUT_PREFIXES:
+        problem = f"{model_type} was never run with it; verify its answers before you rely on them"
+        yield Finding((name,), problem, "warning")
     prompts, size = options.context_length_estimate or (0,), options.pa_block_size or 1
     longest = prompts[-1] - prompts[0]
     if case.rolling_cache or case.model.model_type == "gpt_oss":
