@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ FILES = Selection(
 """The files of an adapter."""
 
 _TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?:model\.)?(layers\.\d+\.[\w.]+)\.lora_([AB])\.weight"
+    r"(?:base_model\.model\.)?(?:model\.)?(layers\.[0-9]{1,5}\.[\w.]{1,99})\.lora_([AB])\.weight"
 )
 _MOST_PROBLEMS = 4
 """Named in a message."""
@@ -52,6 +52,8 @@ _READ = frozenset(
     ]
 )
 """Fields that are read, or that change nothing once an adapter is trained."""
+_LISTS = {"exclude_modules": str, "layers_to_transform": int, "target_modules": str}
+"""Fields that have values of a type, one or a list of them, or null."""
 _SAME: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -163,20 +165,30 @@ def _unserved(config: Mapping[str, Any]) -> Iterator[str]:
         if given[name] and given[name] not in _SAME.get(name, ()):
             yield f"{shortened(name)} is {shortened(given[name])!r}, which is not served"
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not (isinstance(rank, int) and rank):
+    if not (isinstance(rank, int) and _is_number(rank)):
         yield f"r is {shortened(rank)!r}; expected a whole number of at least 1"
-    for name in ("alpha_pattern", "rank_pattern"):
-        values = config.get(name) or {}
-        if not isinstance(values, Mapping) or not all(map(_is_number, values.values())):
-            yield f"{name} is {shortened(values)!r}; expected numbers above 0"
-        elif not all(map(_PLAIN.fullmatch, values)):
-            yield f"{name} has regular expressions; expected names of layers"
     if not _is_number(alpha):
-        yield f"lora_alpha is {shortened(alpha)!r}; expected a number above 0"
+        yield f"lora_alpha is {shortened(alpha)!r}; expected a number above 0 and below 2**63"
+    for name in ("alpha_pattern", "rank_pattern"):
+        yield from _wrong_pattern(name, config.get(name) or {})
+    for name, kind in _LISTS.items():
+        if not all(type(one) is kind for one in _listed(config.get(name))):
+            yield f"{name} is {shortened(config[name])!r}; expected null, one {kind.__name__} or a list of them"
+
+
+def _wrong_pattern(name: str, values: object) -> Iterator[str]:
+    if not isinstance(values, Mapping) or not all(map(_is_number, values.values())):
+        yield f"{name} is {shortened(values)!r}; expected numbers above 0 and below 2**63"
+    elif not all(map(_PLAIN.fullmatch, values)):
+        yield f"{name} has regular expressions; expected names of layers"
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in {int, float} and isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+    return type(value) in {int, float} and 0 < value < 2**63  # type: ignore[operator]
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _wrong_tensors(adapter: Adapter, unknown: Collection[str]) -> Iterator[str]:
@@ -235,7 +247,7 @@ def _expected(config: Mapping[str, Any], layers: Collection[str]) -> set[str]:
     targets, chosen = config.get("target_modules"), config.get("layers_to_transform")
     if not isinstance(targets, list) or config.get("exclude_modules"):
         return set()
-    numbers = {chosen} if isinstance(chosen, int) else {*(chosen or ())}
+    numbers = {*_listed(chosen)}
     return {
         layer
         for layer in layers

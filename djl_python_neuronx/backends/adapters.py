@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 from djl_python_neuronx.artifacts import adapters
+from djl_python_neuronx.errors import ArtifactError
 
 
-class Matrices(NamedTuple):
-    """An addition to the outputs of a layer: scaling x `two` x `one` x inputs."""
+def read_matrices(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the matrices of a PEFT folder in float32, by names as in `layers.0.self_attn.q_proj.lora_A`.
 
-    one: torch.Tensor
-    """[rank, inputs]: peft's `lora_A`."""
-    two: torch.Tensor
-    """[outputs, rank]: peft's `lora_B`."""
-    scaling: float
-
-
-def read_matrices(folder: Path) -> dict[str, Matrices]:
-    """Return the matrices of a PEFT folder by layer, as in `layers.0.self_attn.q_proj`.
+    `lora_A`: [rank, inputs], with the factor of the product B x A; `lora_B`: [outputs, rank].
 
     Raises:
-        ArtifactError: it cannot be read, or needs more than them.
+        ArtifactError: it cannot be read, needs more than them, or has values that are not finite.
     """
-    adapter, loaded = adapters.read(folder, folder.name), load_file(folder / adapters.WEIGHTS)
-    tensors = {adapters.part(name): tensor for name, tensor in loaded.items()}
-    return {
-        layer: Matrices(tensors[layer, "A"], tensors[layer, "B"], adapter.scaling(layer))
-        for layer in adapter.layers
-    }
+    adapter, found = adapters.read(folder, folder.name), dict[str, torch.Tensor]()
+    for name, tensor in load_file(folder / adapters.WEIGHTS).items():
+        layer, side = adapters.part(name) or ("", "")
+        matrix = tensor.float() * (adapter.scaling(layer) if side == "A" else 1)
+        if not matrix.isfinite().all():
+            msg = (
+                f"the adapter {adapter.name!r} ({folder}) cannot be served: {name}, multiplied by its factor, has "
+                "values that are not finite. Download it again, or correct lora_alpha"
+            )
+            raise ArtifactError(msg)
+        found[f"{layer}.lora_{side}"] = matrix
+    return found

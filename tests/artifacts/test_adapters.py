@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from djl_python_neuronx.artifacts import adapters
@@ -18,6 +20,7 @@ from djl_python_neuronx.errors import ArtifactError, ArtifactNotFoundError
 from djl_python_neuronx.planning.lora import MODULES, adapter_values
 from djl_python_neuronx.planning.model import ModelFacts
 from tests.doubles.lora_adapters import TINY, path, shapes, write_adapter
+from tests.effort import examples
 
 FACTS = ModelFacts.from_config(
     json.loads((Path(__file__).parents[2] / "examples/tiny-llama/config.json").read_text())
@@ -56,6 +59,7 @@ def added(name: str, *shape: int, dtype: Any = np.float32) -> Callable[[Path], o
     return with_tensors(lambda tensors: tensors.update({name: np.ones(shape, dtype)}))
 
 
+FIELDS = sorted({*adapters._READ, *adapters._SAME, "use_dora", "lora_bias"})
 Q0 = "layers.0.self_attn.q_proj"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda folder: (folder / adapters.WEIGHTS).unlink(), "missing"),
@@ -91,6 +95,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no rank": (with_fields(r=0), "r is 0"),
     "no alpha": (with_fields(lora_alpha=...), "lora_alpha is None"),
     "infinite alpha": (with_fields(lora_alpha=float("inf")), "lora_alpha is inf"),
+    "a true rank": (with_fields(r=True), "r is True"),
+    "a huge alpha": (with_fields(lora_alpha=10**400), "lora_alpha is '1000"),
+    "an alpha that float32 lacks": (with_fields(lora_alpha=1e308), "lora_alpha is 1e+308"),
+    "a huge pattern": (with_fields(alpha_pattern={"q_proj": 10**400}), "expected numbers above 0"),
+    "nested layers": (with_fields(layers_to_transform=[[0]]), "layers_to_transform is [[0]]"),
+    "a broken layer": (with_fields(layers_to_transform=1.5), "layers_to_transform is 1.5"),
+    "nested targets": (with_fields(target_modules=[["q_proj"]]), "target_modules is [['q_proj']]"),
     "a pattern": (with_fields(alpha_pattern={".*q_proj$": 3}), "alpha_pattern has regular expr"),
     "a wrong pattern": (with_fields(rank_pattern={"q_proj": "3"}), "expected numbers above 0"),
     "another rank": (with_fields(r=3), "expected rank 3"),
@@ -140,6 +151,47 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, subtests: Any) ->
             with pytest.raises(ArtifactError) as caught:
                 checked(folder)
             assert problem in str(caught.value)
+
+
+_SCALARS = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),
+    st.sampled_from(
+        [0, 1, 4, 10**400, -(10**400), 1e308, float("nan"), "q_proj", "\ud800", "x" * 9999]
+    ),
+)
+_ANYTHING = st.recursive(
+    _SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("q_proj"), inner)
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(), _ANYTHING, max_size=4), st.booleans())
+@settings(
+    max_examples=examples(200),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+def test_whatever_a_configuration_has_it_is_taken_or_refused(
+    tmp_path: Path, fields: dict[str, Any], pickled: bool
+) -> None:
+    folder = tmp_path / str(pickled)
+    if not folder.exists():
+        write_adapter(folder)
+        if pickled:
+            torch = pytest.importorskip("torch")
+            (folder / adapters.WEIGHTS).unlink()
+            torch.save({}, folder / adapters.PICKLES[0])
+    config = json.loads((folder / adapters.CONFIG).read_text())
+    try:
+        (folder / adapters.CONFIG).write_text(json.dumps({**config, **fields}))
+        adapter = checked(folder)
+    except ArtifactError as error:
+        str(error).encode()
+    else:
+        assert adapter.rank == 4
+        assert all(np.isfinite(np.float32(adapter.scaling(layer))) for layer in adapter.layers)
+    finally:
+        (folder / adapters.CONFIG).write_text(json.dumps(config))
 
 
 def test_unknown_layers_ranks_and_modules_are_refused(tmp_path: Path, subtests: Any) -> None:

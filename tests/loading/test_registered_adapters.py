@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="needs the `cpu` extra")
 
 from transformers import AutoTokenizer
 
-from djl_python_neuronx.errors import RequestError, ServingError
+from djl_python_neuronx.errors import ArtifactError, RequestError, ServingError
 from djl_python_neuronx.loading.adapters import is_below
 from djl_python_neuronx.service import Service
 from tests.backends.tnx_engine import reference
@@ -151,6 +151,27 @@ def test_only_allowed_places_give_adapters(
     assert service.loop.places == {"one": 1}
     service.adapters.register("x", str(inside))
     link.unlink()
+
+
+def test_values_that_are_not_finite_are_refused(
+    service: Service, folders: dict[str, Path], texts: dict[str, str]
+) -> None:
+    spoilt = folders["one"].parent / "spoilt"
+    problem = rf"{spoilt}.*layers\.0\.self_attn\.q_proj\.lora_[AB].* not finite"
+    cases: list[dict[str, Any]] = [
+        {"size": float("nan")},
+        {"size": float("inf")},
+        {"size": 1e30, "lora_alpha": 1e18},
+    ]
+    for fields in cases:
+        write_adapter(spoilt, **fields)
+        for name, replaces in (("spoilt", False), ("one", True)):
+            with pytest.raises(ArtifactError, match=problem):
+                service.adapters.register(name, str(spoilt), replaces=replaces)
+    assert service.loop.places == {"one": 1}
+    assert [asked(service, name) for name in ("one", "")] == [texts["one"], texts[""]]
+    with pytest.raises(ArtifactError, match=problem):
+        load(engine_process="false", adapters=f"spoilt={spoilt}")
 
 
 SOURCES = [

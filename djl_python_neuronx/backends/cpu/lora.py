@@ -19,8 +19,8 @@ class Lora:
     def __init__(self, module: torch.nn.Module) -> None:
         """No place has an adapter. `module`: the decoder, which has `layers`."""
         self._module = module
-        self._matrices: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = {}
-        """Path of a layer to the matrices A and B, and the factor, of each place that changes it."""
+        self._matrices: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Path of a layer to the matrices A, scaled, and B of each place that changes it."""
         self._rows: dict[int, torch.Tensor] = {}
 
     def aim(self, places: Int32Array) -> None:
@@ -41,7 +41,9 @@ class Lora:
         if folder is None:
             return
         linears, found = dict(self._module.named_modules()), {}
-        for layer, (one, two, scaling) in read_matrices(folder).items():
+        read = read_matrices(folder)
+        for layer in dict.fromkeys(name.rpartition(".")[0] for name in read):
+            one, two = read[f"{layer}.lora_A"], read[f"{layer}.lora_B"]
             linear = linears.get(layer)
             if not isinstance(linear, torch.nn.Linear) or linear.weight.shape != (
                 len(two),
@@ -53,12 +55,12 @@ class Lora:
                 self._matrices[layer] = {}
                 linear.register_forward_hook(partial(self._add, self._matrices[layer]))
             dtype = linear.weight.dtype
-            found[layer] = one.T.to(dtype), two.T.to(dtype), scaling
+            found[layer] = one.T.to(dtype), two.T.to(dtype)
         for layer, matrices in found.items():
             self._matrices[layer][place] = matrices
 
     def _add(self, places: Any, _linear: object, inputs: Any, outputs: torch.Tensor) -> None:  # noqa: ANN401
         for place, rows in self._rows.items():
             if place in places:
-                one, two, scaling = places[place]
-                outputs[rows] += (inputs[0][rows] @ one) @ two * scaling
+                one, two = places[place]
+                outputs[rows] += (inputs[0][rows] @ one) @ two

@@ -13,26 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from djl_python_neuronx.backends.adapters import read_matrices
 
 _DIVIDED = re.compile(
     r"(?P<layer>layers\.\d+\.(?:self_attn|mlp)\.)(?:\w+\.)*?(?P<name>\w+_proj)\.(?P<kind>lora_[AB])\.weight"
 )
 _OF_ROWS = frozenset({"o_proj", "down_proj"})
 """Layers whose inputs are divided among the cores; of all others the outputs are."""
-
-
-def scaled_matrices(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the matrices of a PEFT folder, as `Places.write` takes them."""
-    found = {}
-    for layer, (one, two, scaling) in read_matrices(folder).items():
-        found[f"{layer}.lora_A"], found[f"{layer}.lora_B"] = one.float() * scaling, two.float()
-    return found
 
 
 class Places:
@@ -45,10 +34,7 @@ class Places:
         self._shards = application.neuron_config.lora_config.lora_shard_linear_layer
 
     def write(self, place: int, matrices: Mapping[str, torch.Tensor]) -> None:
-        """Write an adapter. `matrices`: ``layers.0.self_attn.q_proj.lora_A`` to the matrix, scaled; absent ones are 0.
-
-        `lora_A` is of [rank, inputs], `lora_B` of [outputs, rank].
-        """
+        """Write an adapter. `matrices`: those of `backends.adapters.read_matrices`; absent ones are 0."""
         for rank, weights in enumerate(self._weights):
             for name, weight in weights.items():
                 if found := _DIVIDED.fullmatch(name):

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from djl_python_neuronx.backends.adapters import read_matrices
 from djl_python_neuronx.backends.base import Int32Array, PartKind, Rows, Step, StepOutput, Want
 from djl_python_neuronx.backends.faults import of_step
-from djl_python_neuronx.backends.nxdi.adapters import Places, scaled_matrices
+from djl_python_neuronx.backends.nxdi.adapters import Places
 from djl_python_neuronx.backends.nxdi.calls import Calls
 from djl_python_neuronx.backends.nxdi.model import rolls
 from djl_python_neuronx.backends.nxdi.nan import Doubts, Mender
@@ -79,7 +80,7 @@ class ContinuousBackend(SlotBackend):
 
     def _set_adapter(self, place: int, folder: Path | None) -> None:
         assert self._places is not None  # noqa: S101  (there are places)
-        self._places.write(place, {} if folder is None else scaled_matrices(folder))
+        self._places.write(place, {} if folder is None else read_matrices(folder))
 
     def _check(self, kind: PartKind, rows: Rows) -> None:
         """Refuse what `SlotBackend._check` refuses, and shapes that the library has no graphs for."""
