@@ -46,6 +46,10 @@ class Gptq(BaseModel):
 class _Weights(BaseModel):
     type: Literal["float"]
     num_bits: Literal[8]
+    symmetric: Literal[True] = True
+    """False: a value has a zero point, which compressed-tensors has for integers alone."""
+    actorder: Literal["weight", "static", False] | None = None
+    """Others give each layer a list of groups."""
     block_structure: _Block | None = None
 
 

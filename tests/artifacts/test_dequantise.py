@@ -148,6 +148,14 @@ REFUSED = {
     "no groups": {**FLOAT, "config_groups": {}},
     "two groups": {**FLOAT, "config_groups": {"a": PLAIN_GROUP, "b": PLAIN_GROUP}},
     "int8": {**FLOAT, "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}},
+    "zero points": {
+        **FLOAT,
+        "config_groups": {"a": {"weights": {**PLAIN_GROUP["weights"], "symmetric": False}}},
+    },
+    "inputs in another order": {
+        **FLOAT,
+        "config_groups": {"a": {"weights": {**PLAIN_GROUP["weights"], "actorder": "group"}}},
+    },
     "int-quantized": {**FLOAT, "format": "int-quantized"},
     "pack-quantized": {**FLOAT, "format": "pack-quantized"},
     "nvfp4": {**FLOAT, "format": "nvfp4-pack-quantized"},
