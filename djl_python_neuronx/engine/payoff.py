@@ -21,7 +21,8 @@ class Payoff:
 
     Speed: tokens per second of a sequence, from the start of a decode to the start of the next call, so that the
     proposal, the wider step and the host count. A trial costs some thousandths of the time, whatever it shows. Drafts
-    change at most once in a cycle, and a speed that is as good either way changes nothing.
+    change at most once in a cycle, and a speed that is as good either way changes nothing. A change needs two trials in
+    a row, so that one stall causes none.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class Payoff:
         """Drafts are off, but for trials."""
         self._left = FIRST
         """Decodes until the end of the trial."""
+        self._repeats = False
+        """The trial repeats one that was for a change."""
         self._sums = np.zeros((2, 2))
         """Tokens and seconds in the trial so far, without drafts and with them."""
 
@@ -56,10 +59,13 @@ class Payoff:
         (tokens, seconds), (with_drafts, drafted_s) = self._sums.tolist()
         known = tokens * drafted_s
         gain = with_drafts * seconds / known if known else 1.0
-        was_off, self.is_off = self.is_off, gain < (_ON if self.is_off else _OFF)
+        was_off, is_off = self.is_off, gain < (_ON if self.is_off else _OFF)
+        self._repeats = is_off != was_off and not self._repeats
+        if not self._repeats:
+            self.is_off = is_off
         if self.is_off and not was_off:
             logger.warning("speculation_off gain=%.2f", gain)
         elif was_off and not self.is_off:
             logger.info("speculation_on gain=%.2f", gain)
-        self._left = CYCLE
+        self._left = TRIAL if self._repeats else CYCLE
         self._sums[:] = 0

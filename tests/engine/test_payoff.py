@@ -34,9 +34,12 @@ SPEC = replace(
 
 
 def judged(one: Payoff, plain_s: float, drafted_s: float, tokens: float) -> list[bool]:
-    """The decodes up to the end of a trial, True for those with drafts; each takes and gives the same."""
+    """The decodes up to the end of a trial, and of one that repeats it; True for those with drafts.
+
+    Each takes and gives the same.
+    """
     found = []
-    for _ in range(CYCLE):
+    for _ in range(CYCLE + TRIAL):
         found.append(one.drafts)
         if one.drafts:
             one.note(drafted_s, tokens)
@@ -69,7 +72,8 @@ def test_the_speeds_of_each_trial_decide_until_the_next_one(
         with caplog.at_level(logging.INFO):
             caplog.clear()
             found = judged(one, plain_s, drafted_s, tokens)
-        assert found == [was_on] * (CYCLE - TRIAL) + trial
+        trials = trial if is_on == was_on else 2 * trial
+        assert found == [was_on] * (CYCLE - TRIAL) + trials
         assert one.is_off == (not is_on)
         gain = plain_s * tokens / drafted_s
         line = f"speculation_{'on' if is_on else 'off'} gain={gain:.2f}"
@@ -81,6 +85,24 @@ def test_a_clock_that_stands_still_decides_nothing() -> None:
     one = Payoff()
     judged(one, 0.0, 0.0, 1.0)
     assert not one.is_off
+
+
+@pytest.mark.parametrize("gain", [2.0, 0.5])
+def test_a_stall_changes_nothing(gain: float) -> None:
+    """Each trial has one, in a decode with drafts if they gain, else in one without."""
+    one = Payoff()
+    while one.is_off != (gain < 1):
+        judged(one, gain, 1.0, 1.0)
+    for _ in range(4):
+        stalls = True
+        for _ in range(CYCLE):
+            drafts = one.drafts
+            counts = one._left <= TRIAL - PART - 2 and drafts == (gain > 1)
+            one.note((50.0 if counts and stalls else 1.0) * (1.0 if drafts else gain), 1.0)
+            stalls = stalls and not counts
+        while one._left != CYCLE:  # a second trial without a stall
+            one.note(1.0 if one.drafts else gain, 1.0)
+        assert one.is_off == (gain < 1)
 
 
 def test_the_decodes_after_a_change_do_not_count() -> None:
@@ -183,7 +205,7 @@ def test_drafts_stop_where_they_lose(
     drafted = []
     with caplog.at_level(logging.INFO):
         engine.add(request("0", [5, 6], 300))
-        for turn in range(FIRST + 110):
+        for turn in range(FIRST + TRIAL + 110):
             if turn == 40:
                 engine.add(request("1", [7], 1300))
             if not engine.has_work:
@@ -208,7 +230,7 @@ def test_drafts_stop_where_they_lose(
     lines = [line for line in caplog.messages if line.startswith("speculation_")]
     assert [line.split()[0] for line in lines] == ([] if pays else ["speculation_off"])
     assert any(drafted[: FIRST - TRIAL])
-    assert any(drafted[FIRST + 10 :]) == pays
+    assert any(drafted[FIRST + TRIAL + 10 :]) == pays
 
 
 def test_the_time_without_requests_counts_for_nothing() -> None:
