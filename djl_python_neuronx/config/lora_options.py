@@ -24,12 +24,16 @@ def _listed(value: object) -> object:
     """Parse ``a=place,b=place``, or an object.
 
     Raises:
-        ValueError: a name comes twice.
+        ValueError: a name comes twice, or it is vLLM's object with `name` and `path`.
     """
     if not isinstance(value, str):
         return value
     if value.strip().startswith("{"):
-        return parse_object(value)
+        found = parse_object(value)
+        if isinstance(found, dict) and {"name", "path"} <= found.keys():
+            message = "an object has names as its keys; write name=place in place of vLLM's object"
+            raise ValueError(message)
+        return found
     pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
     if len(dict(pairs)) < len(pairs):
         message = "each name must come once"

@@ -572,6 +572,7 @@ LORA = {
                 "sql",
                 "=/a",
                 "sql=",
+                '{"name": "sql", "path": "/a/sql", "base_model_name": "m"}',
                 "a=/a,a=/b",
                 "a=/a,,b=/b",
                 "a/b=/a",
