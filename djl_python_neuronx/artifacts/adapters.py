@@ -238,15 +238,27 @@ def _misfits(
         found = (adapter.tensors[layer, "B"].shape[0], adapter.tensors[layer, "A"].shape[1])
         if inputs and found != (outputs, inputs):
             yield f"{layer} has {found} outputs and inputs, the model's has {(outputs, inputs)}"
-    if adapter.layers and (missing := _expected(adapter.config, all_layers) - {*adapter.layers}):
+    yield from _unnamed(adapter, all_layers)
+
+
+def _unnamed(adapter: Adapter, layers: Collection[str]) -> Iterator[str]:
+    """Yield the differences between the layers that an adapter has and those that its configuration names."""
+    if not adapter.config.get("target_modules"):
+        yield "target_modules is empty or missing, and peft then chooses layers by the model's type; name them"
+    expected = _expected(adapter.config, layers)
+    if not adapter.layers or expected is None:
+        return
+    if missing := expected - {*adapter.layers}:
         yield f"it lacks the tensors of {some(sorted(missing))}"
+    if more := {*adapter.layers}.intersection(layers) - expected:
+        yield f"it has tensors of {some(sorted(more))}, which its target_modules or layers_to_transform leave out"
 
 
-def _expected(config: Mapping[str, Any], layers: Collection[str]) -> set[str]:
-    """The layers that a configuration names; empty if it does so by a pattern or leaves some out."""
+def _expected(config: Mapping[str, Any], layers: Collection[str]) -> set[str] | None:
+    """The layers that a configuration names; None if it does so by a pattern or leaves some out."""
     targets, chosen = config.get("target_modules"), config.get("layers_to_transform")
     if not isinstance(targets, list) or config.get("exclude_modules"):
-        return set()
+        return None
     numbers = {*_listed(chosen)}
     return {
         layer

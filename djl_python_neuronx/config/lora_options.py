@@ -89,6 +89,7 @@ class LoraOptions(OptionGroup):
     lora_target_modules: Annotated[
         Words | None,
         Option(
+            'names such as "q_proj,v_proj"',
             aliases=("target_modules",),
             to=_TO,
             cpu=True,

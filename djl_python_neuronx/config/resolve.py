@@ -359,6 +359,8 @@ class _Reader:
         elif setting.by_user:
             known = [*NAMES, *IGNORED, *UNSUPPORTED]
             hint = hints.unknown(name, setting.value, known)
+            if not hint and name in keywords.RESERVED:
+                hint = f": {keywords.RESERVED[name][1]}"
             self._problems.add_error(UnknownOptionError(name, origin, hint))
         elif not in_file or name in DJL_ARGUMENTS:
             self.ignored.setdefault(name, "a setting of DJL Serving")

@@ -74,8 +74,8 @@ class ServerOptions(OptionGroup):
     """Condition for 200 of `/ping` and `/health` with several models, once none is loading: `any` of them takes
     requests, or `all` do."""
     admin_port: Annotated[Port | None, _OPERATOR] = None
-    """Second port, for the operator: `/metrics`, `/info`, `/ping` and `/health`, without API keys. `/metrics` and
-    `/info` are then 404 on the first port."""
+    """Second port, for the operator: `/metrics`, `/info`, `/ping`, `/health` and the routes that change adapters
+    (docs/lora.md), without API keys. The first port has neither these routes nor, then, `/metrics` and `/info`."""
     admin_host: Annotated[Address | None, _OPERATOR] = None
     """Address to listen on for `admin_port`. Default: that of the first port."""
     request_head_timeout: Annotated[Seconds, Option()] = 10.0

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.engine.replicas import Replicas
-from djl_python_neuronx.errors import RequestError
+from djl_python_neuronx.errors import (
+    ArtifactAccessError,
+    ArtifactError,
+    ConfigError,
+    RequestError,
+)
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Make the error of an adapter that is missing or wrong one of its request.
+
+    Raises:
+        ArtifactAccessError: it cannot be read or stored, which is no mistake of the request.
+        RequestError: it is missing or wrong.
+    """
+    try:
+        yield
+    except ArtifactAccessError:
+        raise
+    except (ArtifactError, ConfigError) as error:
+        raise RequestError(str(error)) from error
 
 
 class Adapters:
@@ -36,12 +58,14 @@ class Adapters:
         self._changing = threading.Lock()
         loop.places.update({name: place for place, name in enumerate(found, 1)})
 
+    @_refusing()
     def register(self, name: str, source: str, *, replaces: bool = False) -> None:
         """Load an adapter, then give it its name, with `replaces` also that of another one, whose requests go on.
 
         One that is registered from the same folder stays: DJL Serving registers what the load has found already.
 
         Raises:
+            RequestError: it is missing or wrong, or so is its name.
             ServingError: it cannot be fetched or loaded, there is no place for it, or the name is taken. All is as it
                 was then.
         """

@@ -20,7 +20,7 @@ from djl_python_neuronx.config.options import ServingOptions
 from djl_python_neuronx.config.resolve import Resolved
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import (
-    ArtifactError,
+    ArtifactAccessError,
     ArtifactNotFoundError,
     ConfigError,
     RequestError,
@@ -49,15 +49,13 @@ def find_adapters(
     with situation.problems.catch():
         for name, (place, root) in _listed(options, model).items():
             with situation.problems.catch():
-                if options.simulated or (
-                    situation.is_dry and fetch.local_folder(place, options.model_dir) is None
-                ):
+                if options.simulated:
                     found.append(Adapter(name, place, Path(place), {}, {}))
                 else:
                     found.append(
                         obtain(
                             name, place, options, model.facts, situation.environ,
-                            origin=origin, root=root, convert=not situation.is_dry,
+                            origin=origin, root=root, is_dry=situation.is_dry,
                             progress=situation.progress.transfer,
                         )
                     )  # fmt: skip
@@ -84,13 +82,13 @@ def obtain(
     *,
     origin: str,
     root: Path | None = None,
-    convert: bool = True,
+    is_dry: bool = False,
     progress: Progress | None = None,
 ) -> Adapter:
     """Fetch an adapter, convert it to safetensors unless it is stored so, and check it against model and options.
 
     `place`: a folder, relative to that of the model, a Hugging Face id with `@` and a revision, or a URI. `root`: the
-    model folder that the adapter is a part of. `convert`: false in a dry run.
+    model folder that the adapter is a part of. `is_dry`: fetch and convert nothing.
 
     Raises:
         ServingError: it cannot be fetched, converted or served.
@@ -107,6 +105,8 @@ def obtain(
                 "s3://bucket/folder"
             )
             raise ArtifactNotFoundError(msg)
+        if is_dry:
+            return Adapter(name, place, Path(place), {}, {})
         folder = fetch.fetch(
             source,
             environ=environ,
@@ -117,7 +117,7 @@ def obtain(
             origin=origin,
         )
     adapter = adapters.read(folder, name, place, root)
-    if not adapter.tensors and convert:
+    if not adapter.tensors and not is_dry:
         adapter = adapters.read(_converted(folder, environ), name, place)
     adapters.check(adapter, model, options.max_lora_rank, options.lora_target_modules or ())
     return adapter
@@ -198,7 +198,8 @@ def _converted(folder: Path, environ: Mapping[str, str]) -> Path:
     """The folder of an adapter with safetensors in place of pickled tensors, converted once for all processes.
 
     Raises:
-        ArtifactError: it cannot be converted.
+        ArtifactError: it is damaged.
+        ArtifactAccessError: it cannot be converted here.
     """
     with reading(folder):
         names = adapters.FILES.choose([path.name for path in folder.iterdir()])
@@ -207,8 +208,8 @@ def _converted(folder: Path, environ: Mapping[str, str]) -> Path:
     if not target.is_dir():
         job = json.dumps([str(folder), str(target)]).encode()
 
-        def ended(status: int) -> ArtifactError:
-            return ArtifactError(
+        def ended(status: int) -> ArtifactAccessError:
+            return ArtifactAccessError(
                 f"the conversion of {folder} to safetensors ended with status {status}"
             )
 
@@ -218,7 +219,7 @@ def _converted(folder: Path, environ: Mapping[str, str]) -> Path:
 
 def main() -> None:
     """Convert an adapter in a process that has torch."""
-    do_job(_convert, lambda error: ArtifactError(f"an adapter cannot be converted: {error}"))
+    do_job(_convert, lambda error: ArtifactAccessError(f"an adapter cannot be converted: {error}"))
 
 
 def _convert(job: bytes) -> bytes:

@@ -25,7 +25,7 @@ class AdapterBody(RequestModel):
 
     lora_name: Text
     lora_path: str = ""
-    """The place to register it from."""
+    """The place to register it from: required then."""
     load_inplace: Flag = False
     """Replace the adapter of this name, if there is one."""
     base_model_name: str | None = None
@@ -46,6 +46,9 @@ def routes(application: Application) -> list[Route]:
             if body.lora_name in {*application.model_names} - {*model.names}:
                 msg = f"another model, or an adapter of it, is named {body.lora_name!r}; choose another name"
                 raise RequestError(msg, param="lora_name")
+            if not body.lora_path:
+                msg = "lora_path is missing; expected the place of the adapter"
+                raise RequestError(msg, param="lora_path")
             replaces, word = body.load_inplace, "added"
             work = partial(adapters.register, body.lora_name, body.lora_path, replaces=replaces)
         await asyncio.to_thread(work)

@@ -92,6 +92,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         }.items()
     },
     "olora": (with_fields(init_lora_weights="olora"), "init_lora_weights"),
+    "no targets": (with_fields(target_modules=...), "target_modules is empty or missing"),
+    "null as targets": (with_fields(target_modules=None), "target_modules is empty or missing"),
+    "fewer targets than tensors": (
+        with_fields(target_modules=["q_proj"]),
+        "has tensors of layers.0.self_attn.v_proj",
+    ),
+    "fewer layers than tensors": (
+        with_fields(layers_to_transform=[0, 1, 2]),
+        "has tensors of layers.3.self_attn.q_proj",
+    ),
     "no rank": (with_fields(r=0), "r is 0"),
     "no alpha": (with_fields(lora_alpha=...), "lora_alpha is None"),
     "infinite alpha": (with_fields(lora_alpha=float("inf")), "lora_alpha is inf"),

@@ -329,6 +329,11 @@ class TestStrictness:
             assert "line 1" in str(problem)
             assert "n_positions" in str(problem)
 
+    def test_a_keyword_that_the_server_keeps_to_itself_is_refused_with_the_reason(self, folder):
+        (problem,) = problems_of(None, folder(), {}, {"start_rank_id": "32"})
+        assert isinstance(problem, UnknownOptionError)
+        assert "only models on one machine are served" in str(problem)
+
     def test_so_is_an_unknown_variable_and_a_word_of_the_command_line(self, folder):
         problems = problems_of(None, folder(), {"OPTION_DTIPE": "x"}, {"modell_id": "y"})
         assert {(problem.name, problem.origin) for problem in problems} == {

@@ -100,6 +100,10 @@ def test_check_lists_them_and_fetches_nothing(tmp_path):
     text = printed(report)
     assert "law: not fetched (owner/law@v1)" in text
     assert "sql: rank 8, q_proj, v_proj" in text
+    for place in (str(tmp_path / "none"), "./none", "none"):
+        report = run(folder(tmp_path), **OPTIONS, adapters=f"law={place}")
+        assert "there is no folder" in str([*report.findings])
+        assert not report.ok
     write_adapter(tmp_path / "adapters" / "sql", rank=8, use_dora=True)
     assert "use_dora" in str([*run(folder(tmp_path), **OPTIONS).findings])
 

@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="needs the `cpu` extra")
 
 from transformers import AutoTokenizer
 
-from djl_python_neuronx.errors import ArtifactError, RequestError, ServingError
+from djl_python_neuronx.errors import ArtifactAccessError, ArtifactError, RequestError
 from djl_python_neuronx.loading.adapters import is_below
 from djl_python_neuronx.service import Service
 from tests.backends.tnx_engine import reference
@@ -82,7 +82,7 @@ def service(folders: dict[str, Path]) -> Iterator[Service]:
         engine_process="false",
         enable_prefix_caching="true",
         adapters=f"one={folders['one']}",
-        adapter_sources=str(folders["one"].parent),
+        adapter_sources=f"{folders['one'].parent},neighbour",
     )
     yield made
     made.close()
@@ -138,7 +138,14 @@ def test_only_allowed_places_give_adapters(
     for source in refused:
         with pytest.raises(RequestError, match=r"may not come from .*option\.adapter_sources"):
             service.adapters.register("x", source)
+    link.unlink()
+    dora = write_adapter(allowed / "dora", use_dora=True)
+    cut = write_adapter(allowed / "cut")
+    (cut / "adapter_model.safetensors").write_bytes(b"cut")
     for name, source in (
+        ("x", dora),
+        ("x", cut),
+        ("x", write_adapter(allowed / "large", rank=17)),
         ("tiny-llama", folders["two"]),
         ("a/b", folders["two"]),
         ("", folders["two"]),
@@ -146,11 +153,22 @@ def test_only_allowed_places_give_adapters(
         ("x", allowed / "none"),
         ("one", folders["two"]),
     ):
-        with pytest.raises(ServingError):
+        with pytest.raises(RequestError):
             service.adapters.register(name, str(source))
-    assert service.loop.places == {"one": 1}
     service.adapters.register("x", str(inside))
-    link.unlink()
+
+
+def test_a_failure_of_the_hub_is_no_mistake_of_a_request(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Path:
+        message = "the hub is down"
+        raise ArtifactAccessError(message)
+
+    monkeypatch.setattr("djl_python_neuronx.artifacts.fetch.fetch", fail)
+    with pytest.raises(ArtifactAccessError, match="is down"):
+        service.adapters.register("x", "neighbour/x")
+    assert ArtifactAccessError.status == 500
 
 
 def test_values_that_are_not_finite_are_refused(
@@ -166,7 +184,7 @@ def test_values_that_are_not_finite_are_refused(
     for fields in cases:
         write_adapter(spoilt, **fields)
         for name, replaces in (("spoilt", False), ("one", True)):
-            with pytest.raises(ArtifactError, match=problem):
+            with pytest.raises(RequestError, match=problem):
                 service.adapters.register(name, str(spoilt), replaces=replaces)
     assert service.loop.places == {"one": 1}
     assert [asked(service, name) for name in ("one", "")] == [texts["one"], texts[""]]

@@ -366,6 +366,7 @@ def test_a_failure_leaves_all_as_it_was(toys: Served) -> None:
         ("load", {"lora_name": "two", "lora_path": "/a/other"}, "registered already"),
         ("load", {"lora_name": "x", "lora_path": "/a", "more": 1}, "more"),
         ("load", {"lora_name": "x", "lora_path": "/a", "base_model_name": "other"}, "'other'"),
+        ("load", {"lora_name": "x"}, "lora_path is missing"),
         ("unload", {"lora_name": "x"}, "not registered"),
         ("unload", {}, "lora_name"),
         ("unload", {"lora_name": "toy"}, "not registered"),
