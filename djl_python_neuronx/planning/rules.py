@@ -148,8 +148,13 @@ _CACHE = (
         "it needs the KV cache in blocks; leave is_block_kv_layout out or set it to true"
     ),
     *(
-        when(lambda options: not options.in_blocks, **{name: SET}, is_block_kv_layout=ANY).warn(
-            "no effect: the KV cache is not in blocks; set is_block_kv_layout=true, or leave this out"
+        when(
+            lambda options: not (options.in_blocks or options.enable_prefix_caching),
+            **{name: SET},
+            is_block_kv_layout=ANY,
+        ).warn(
+            "no effect: the KV cache is not in blocks; set enable_prefix_caching=true (NxD Inference) or "
+            "enable_chunked_prefill=true (transformers-neuronx), or leave this out"
         )
         for name in ("pa_block_size", "pa_num_blocks")
     ),

@@ -40,6 +40,11 @@ def test_the_blocks_and_the_graphs_that_a_plan_has(tmp_path):
         (one.bucket, one.prefix) for one in report.prepared.planned.graphs if one.kind == "prefill"
     ]
     assert sorted(found) == sorted((n, p) for n in (128, 1024, 4096) for p in (0, 1024, 3968))
+    assert "not in blocks" in printed(
+        planned(tmp_path, enable_prefix_caching="false", pa_block_size="32")
+    )
+    for given in ({"pa_block_size": "32"}, {"pa_num_blocks": "513"}):
+        assert "not in blocks" not in printed(planned(tmp_path, **given))
     text = printed(report)
     for part in ("prefill 128, 1024, 4096 x 1;", "x 1 after 1024 cached", "x 1 after 3968 cached"):
         assert part in text
@@ -49,6 +54,11 @@ def test_the_blocks_and_the_graphs_that_a_plan_has(tmp_path):
     kv = [one.prepared.planned.memory.kv_cache for one in (plain, report, more)]
     assert kv[0] <= kv[1] <= kv[0] * 1.01
     assert kv[2] == 2 * kv[1]
+
+
+def test_no_release_is_named_for_a_keyword_that_older_ones_have_under_another_name(tmp_path):
+    report = planned(tmp_path, enable_prefix_caching="false", kv_cache_quantize="fp8")
+    assert not [note for note in report.findings.messages("note") if "kv_quant_config" in note]
 
 
 def test_vllms_keywords_are_these_options(tmp_path):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Final, Literal
 
 from djl_python_neuronx.config.findings import Finding
 from djl_python_neuronx.config.keywords import OPTIONS, OVERRIDE
@@ -66,6 +66,10 @@ def has_kernels(family: str, installed: str | None) -> bool:
     return all(installed and numbers(installed) < numbers(release.version) for release in without)
 
 
+_BY_RELEASE: Final = frozenset({"kv_quant_config", "kv_quant_config.direct_cast"})
+"""Keywords that `arguments` leaves out for older releases, which do the same by another one."""
+
+
 def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
     """Yield what the installed release lacks; where none is known, a note with the release that the case needs.
 
@@ -74,7 +78,7 @@ def findings(case: Case, keywords: Mapping[str, object]) -> Iterator[Finding]:
     installed = case.library_version
     model_type = "" if case.code else case.model.model_type or ""
     wanted = [(_MODEL, f"model_type {model_type}", first_release(model_type))]
-    names = [*_names(keywords)]
+    names = [one for one in _names(keywords) if installed or one not in _BY_RELEASE]
     for keyword in names:
         option = OPTIONS.get(keyword, OVERRIDE)
         wanted.append((option, f"the keyword {keyword}", first_release(keyword, model_type)))
