@@ -29,7 +29,7 @@ from djl_python_neuronx.artifacts.atomic import (
 from djl_python_neuronx.artifacts.dequantise import dequantised
 from djl_python_neuronx.artifacts.folder import TEMPLATES, Folder, copy_file, copy_tree, reading
 from djl_python_neuronx.artifacts.formats import detect
-from djl_python_neuronx.artifacts.quantised import plain_config, read_scheme
+from djl_python_neuronx.artifacts.quantised import plain_config
 from djl_python_neuronx.artifacts.tensor_files import DTYPES, Tensor, read_header
 from djl_python_neuronx.artifacts.weights import (
     KEY_TO_FILENAME,
@@ -83,8 +83,7 @@ def convert(
     """
     artifact = detect(source, origin="the argument `source`")
     if dequantize:
-        scheme = read_scheme(artifact.config, artifact.path)
-        tensors = dequantised(_read(artifact.weights_for("dequantising", WHOLE)), scheme)
+        tensors = dequantised(artifact, _read(artifact.weights_for("dequantising", WHOLE)))
         artifact = replace(artifact, config=plain_config(artifact.config))
     else:
         tensors = _read(_choose_weights(artifact, to))

@@ -10,13 +10,24 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-
-from djl_python_neuronx.artifacts.quantised import Awq, CompressedTensors, Fp8, Gptq, Scheme
+from djl_python_neuronx.artifacts.artifact import Artifact
+from djl_python_neuronx.artifacts.quantised import (
+    Awq,
+    CompressedTensors,
+    Fp8,
+    Gptq,
+    plain_config,
+    read_scheme,
+)
 from djl_python_neuronx.artifacts.tensor_files import Tensor
+from djl_python_neuronx.artifacts.weights import check_tensors
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError
+
+if TYPE_CHECKING:  # at run time only where tensors are loaded: `check` has no torch
+    import torch
 
 _FLOATS = ("BF16", "F16", "F32")
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
@@ -29,12 +40,13 @@ _OF_WEIGHTS = re.compile(r"qweight|qzeros|g_idx|scales|weight_\w+")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def dequantised(tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
+def dequantised(artifact: Artifact, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint without quantised layers, whose weights are computed as they are loaded.
 
     Raises:
-        ArtifactError: a tensor is missing, of a wrong type or shape, or of no layer.
+        ArtifactError: the format is not dequantised, or a tensor is missing, of a wrong type or shape, or of no layer.
     """
+    scheme = read_scheme(artifact.config, artifact.path)
     restored: dict[str, Tensor] = {}
     used: set[str] = set()
     for name in tensors:
@@ -53,6 +65,7 @@ def dequantised(tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tens
             raise _Layer(tensors, prefix, used).wrong(last, found)
         if not _OF_ACTIVATIONS.fullmatch(last):
             restored[name] = tensors[name]
+    check_tensors(restored, plain_config(artifact.config), artifact.path)
     return restored
 
 
@@ -109,7 +122,7 @@ class _Layer:
     def groups(self, inputs: int, size: int, *, needed: bool) -> Callable[[], torch.Tensor]:
         """Return what reads the group of each input: neighbours share one, if the layer has no list."""
         if not needed and not self.has(_GROUPS):
-            return lambda: torch.arange(inputs) // size
+            return lambda: _neighbours(inputs, size)
         tensor, most = self.take(_GROUPS, _INTEGERS, inputs), (inputs - 1) // size
 
         def read() -> torch.Tensor:
@@ -126,7 +139,14 @@ class _Layer:
     ) -> Tensor:
         """Return the dequantised weight; it is stored where its values were."""
         path = self.tensors[f"{self.prefix}.{last}"].path
-        return Tensor("BF16", shape, 2 * prod(shape), lambda: compute().bfloat16(), path)
+
+        def load() -> torch.Tensor:
+            weight = compute().bfloat16()
+            if not weight.isfinite().all():
+                raise self.wrong(last, "finite values and scales, and the product has others")
+            return weight
+
+        return Tensor("BF16", shape, 2 * prod(shape), load, path)
 
 
 def _packed(layer: _Layer, scheme: Awq | Gptq) -> Tensor:
@@ -186,6 +206,13 @@ def _scaled(layer: _Layer, scheme: CompressedTensors | Fp8) -> Tensor:
         return weight
 
     return layer.weight("weight", (rows, columns), compute)
+
+
+def _neighbours(inputs: int, size: int) -> torch.Tensor:
+    """Return the group of each input, where neighbours share one."""
+    import torch  # not at the top: see there
+
+    return torch.arange(inputs) // size
 
 
 def _unpacked(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

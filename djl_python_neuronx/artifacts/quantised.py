@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from djl_python_neuronx.config.values import shortened
 from djl_python_neuronx.errors import ArtifactError
@@ -88,7 +88,19 @@ class Fp8(BaseModel):
 
 
 Scheme: TypeAlias = Awq | Gptq | CompressedTensors | Fp8
-_SCHEME: TypeAdapter[Scheme] = TypeAdapter(Annotated[Scheme, Field(discriminator="quant_method")])
+_SCHEMES: Final = {
+    get_args(kind.model_fields["quant_method"].annotation)[0]: kind for kind in get_args(Scheme)
+}
+_EXPECTED: Final = {
+    "missing": "a value",
+    "model_type": "an object",
+    "dict_type": "an object",
+    "tuple_type": "a list of two numbers",
+    "too_long": "fewer entries",
+    "too_short": "more entries",
+    "string_pattern_mismatch": "layers that are not quantised, which begin with '-:'",
+}
+"""Types of pydantic's errors -> the value that is expected; of all others a number."""
 
 
 def read_scheme(config: Mapping[str, Any], folder: Path) -> Scheme:
@@ -97,17 +109,32 @@ def read_scheme(config: Mapping[str, Any], folder: Path) -> Scheme:
     Raises:
         ArtifactError: it is absent, malformed, or of a format that is not dequantised, which the message names.
     """
+    name, value = "quantization_config", config.get("quantization_config")
+    if isinstance(value, Mapping):
+        name, value = f"{name}.quant_method", value.get("quant_method")
+        if isinstance(value, str) and value in _SCHEMES:
+            return _validated(_SCHEMES[value], config["quantization_config"], folder)
+    raise _refusal(folder, name, value, METHODS)
+
+
+def _validated(kind: type[Scheme], value: object, folder: Path) -> Scheme:
     try:
-        return _SCHEME.validate_python(config.get("quantization_config"))
+        return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        # The first part is the method, and of an unknown method there is none.
-        name = ".".join(["quantization_config", *map(str, first["loc"][1:])])
-        msg = (
-            f"{folder / 'config.json'} cannot be dequantised: {name} is {shortened(first['input'])!r}: "
-            f"{first['msg']} (of {METHODS}). Take the model's checkpoint that is not quantised"
-        )
-        raise ArtifactError(msg) from error
+        name = ".".join(("quantization_config", *map(str, first["loc"])))
+        given = None if first["type"] == "missing" else first["input"]
+        numbers = "a whole number from 1 to 2147483647"
+        words = first.get("ctx", {}).get("expected") or _EXPECTED.get(first["type"], numbers)
+        raise _refusal(folder, name, given, words) from error
+
+
+def _refusal(folder: Path, name: str, value: object, expected: str) -> ArtifactError:
+    found = "missing" if value is None else repr(shortened(value))
+    return ArtifactError(
+        f"{folder / 'config.json'} cannot be dequantised: {name} is {found}; expected {expected}. Take the model's "
+        "checkpoint that is not quantised"
+    )
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from djl_python_neuronx.artifacts.artifact import WHOLE, Artifact
 from djl_python_neuronx.artifacts.atomic import hold_lock
+from djl_python_neuronx.artifacts.dequantise import dequantised
 from djl_python_neuronx.artifacts.fetch import download_root
 from djl_python_neuronx.artifacts.folder import Folder
 from djl_python_neuronx.artifacts.manifest import contents_digest
 from djl_python_neuronx.artifacts.output import KEPT_SUFFIXES
+from djl_python_neuronx.artifacts.tensor_files import Tensor, read_header
+from djl_python_neuronx.artifacts.weights import whole_file_names
 from djl_python_neuronx.errors import ArtifactError
 from djl_python_neuronx.loading.guarded_job import do_job, run_guarded
 
@@ -34,6 +38,28 @@ def place_of(model: Artifact, environ: Mapping[str, str]) -> Path:
     weights = model.weights_for("dequantising", WHOLE).names
     digest = contents_digest(model.path, copied.union(weights))
     return download_root(environ) / "dequantized" / f"{_VERSION}-{digest[:32]}"
+
+
+def check_headers(artifact: Artifact) -> None:
+    """Refuse by the headers of its weights what `dequantise` refuses; pickled weights have none.
+
+    Raises:
+        ArtifactError: the checkpoint cannot be dequantised.
+    """
+    weights = artifact.weights_for("dequantising", WHOLE)
+    if weights.kind == "safetensors":
+        folder = Folder.open(weights.folder)
+        paths = [folder.path / name for name in whole_file_names(folder)]
+        tensors = {
+            name: Tensor(entry.dtype, entry.shape, entry.end - entry.begin, _unread, path)
+            for path in paths
+            for name, entry in read_header(path).items()
+        }
+        dequantised(artifact, tensors)
+
+
+def _unread() -> NoReturn:
+    raise NotImplementedError
 
 
 def dequantise(model: Path, place: Path, environ: Mapping[str, str]) -> None:

@@ -31,7 +31,7 @@ from djl_python_neuronx.errors import (
     ArtifactNotFoundError,
     UnknownFormatError,
 )
-from djl_python_neuronx.loading.dequantised import dequantise, place_of
+from djl_python_neuronx.loading.dequantised import check_headers, dequantise, place_of
 from djl_python_neuronx.loading.mismatch import has_own_graphs
 from djl_python_neuronx.loading.situation import Situation
 from djl_python_neuronx.planning.model import ModelFacts
@@ -195,6 +195,7 @@ def _dequantised(model: Model, settings: Resolved, situation: Situation) -> Mode
             dequantise(artifact.path, place, situation.environ)
         if place.exists():
             return replace(model, artifact=formats.detect(place, origin="option.dequantize"))
+        check_headers(artifact)
         note = f"a start writes the model's weights in bfloat16 to {place}"
         situation.problems.add("note", note, ("dequantize",))
     weights = tuple(replace(one, dtype="bfloat16") for one in artifact.weights)

@@ -66,6 +66,16 @@ def negative(tensor):
     return tensor
 
 
+def infinite(tensor):
+    tensor[-1, 0] = torch.inf
+    return tensor
+
+
+def not_a_number(tensor):
+    tensor[0] = torch.nan
+    return tensor
+
+
 ORDERED = "gptq, ordered, second format"
 BAD_TENSORS = {
     # format, change, words of the error
@@ -84,6 +94,17 @@ BAD_TENSORS = {
     "gptq, a far group": (ORDERED, change("g_idx", out_of_range), ("g_idx", "0 to 1", "to 2")),
     "gptq, a group below 0": (ORDERED, change("g_idx", negative), ("g_idx", "-1 to 1")),
     "gptq, g_idx too short": (ORDERED, change("g_idx", lambda one: one[:-1]), ("[63]", "[64]")),
+    "awq, an infinite scale": ("awq", change("scales", infinite), ("qweight", "finite")),
+    "gptq, a scale that is no number": (
+        "gptq 4",
+        change("scales", not_a_number),
+        ("qweight", "finite"),
+    ),
+    "fp8, a scale that is no number": (
+        "float, channel",
+        change("weight_scale", not_a_number),
+        (".weight is F8", "finite"),
+    ),
     "gptq, zeros": ("gptq 8", change("qzeros", narrower), ("qzeros", "[2, 23]", "[2, 24]")),
     "float, zero points": (
         "float, channel",
@@ -128,6 +149,19 @@ def test_a_wrong_tensor_is_named_with_its_file(name, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_missing_layer_is_named_with_the_models_folder(tmp_path):
+    model = tmp_path / "model"
+    save_quantised("awq", model)
+
+    def edit(tensors):
+        for name in [one for one in tensors if one.startswith(LAYER)]:
+            del tensors[name]
+
+    edit_tensors(model, edit)
+    with pytest.raises(ArtifactError, match=rf"{model} lack 1 .*{LAYER}\.weight"):
+        convert(model, tmp_path / "out", "safetensors", dequantize=True)
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 FLOAT = FORMATS["float, channel"][0]
 PLAIN_GROUP = {"weights": {"num_bits": 8, "type": "float"}}
@@ -138,6 +172,9 @@ REFUSED = {
     "gemv": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
     "awq, 3 bits": {"quant_method": "awq", "bits": 3, "group_size": 32},
     "gptq, 3 bits": {**GPTQ, "bits": 3},
+    "gptq without bits": {"quant_method": "gptq", "group_size": 32},
+    "no method": {"bits": 4},
+    "a list as method": {"quant_method": ["gptq"]},
     "gptq, group_size of 0": {**GPTQ, "group_size": 0},
     "gptq, group_size of -2": {**GPTQ, "group_size": -2},
     "gptq, group_size of 2**40": {**GPTQ, "group_size": 2**40},
@@ -174,6 +211,9 @@ def test_a_format_that_is_not_dequantised_is_named(name, tmp_path):
     with pytest.raises(ArtifactError, match=r"quantization_config.*not quantised") as error:
         convert(tmp_path / "model", tmp_path / "out", "safetensors", dequantize=True)
     assert "config.json" in str(error.value)
+    assert "; expected " in str(error.value)
+    for words in ("discriminator", "should", "Field required"):  # pydantic's
+        assert words not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 

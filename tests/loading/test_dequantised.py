@@ -162,6 +162,10 @@ def test_check_names_the_option_and_foresees_the_dequantised_model(model, enviro
         (note,) = [one for one in report.findings.messages("note") if "in bfloat16 to" in one]
         assert str(place_of(folder, environ)) in note
     assert not place_of(folder, environ).exists()
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"))
+    report = check(str(folder), environ=environ, machine=inf2, overrides={"dequantize": "true"})
+    (error,) = report.findings.messages("error")
+    assert "without model.layers.1.mlp.up_proj.scales" in error
     edit_config(folder, quantization_config={"quant_method": "bitsandbytes"})
     report = check(str(folder), environ=environ, machine=inf2, overrides={"dequantize": "true"})
     assert any("bitsandbytes" in one for one in report.findings.messages("error"))
