@@ -264,7 +264,7 @@ LOADERS: Mapping[str, Callable[[Path], Any]] = {
     "tnx": load_tnx,
 }
 """Loader to what loads it for the walk: of NxD Inference, which has a rig of several processes, the library alone."""
-READ_ONLY = frozenset({"dbrx"})
+READ_ONLY = frozenset({"dbrx", "qwen3_moe"})
 """Verified architectures whose fields were read only: see planning/nxdi/fields.py."""
 MARKS = {"tnx": pytest.mark.tnx, "nxdi": pytest.mark.nxdi}
 WALK = [

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from djl_python_neuronx import backends
 from djl_python_neuronx.backends import BackendModule, CompilingModule
 from djl_python_neuronx.backends.env import count_cores
+from djl_python_neuronx.backends.plan import LoraPlan
 from djl_python_neuronx.backends.tnx.model import CLASSES
 from djl_python_neuronx.config.step_times import StepTimes
 from djl_python_neuronx.errors import BackendUnavailableError, IncompatibleOptionsError
@@ -129,8 +130,8 @@ def test_a_plan_crosses_to_another_process_as_it_is() -> None:
     plan = backends.LoadPlan(
         Path("/ä b"), 2, 64, (16, 32), (32, 64), "bfloat16", "presharded", 4, 8, True,
         Code(Path("/code"), "ab", "Class", foreign_graphs=True), "main", 3,
-        StepTimes(prefill={64: 1.5}, decode={64: 2.0}), frozenset({1, 2}), 3, True, True, "global_top_k", 6, True,
-        arguments,
+        StepTimes(prefill={64: 1.5}, decode={64: 2.0}), frozenset({1, 2}), 3, True, True, "global_top_k",
+        LoraPlan(2, 8, ("q_proj",), True, (Path("/sql"),)), 6, True, arguments, Path("/draft"),
     )  # fmt: skip
     plans = TypeAdapter(backends.LoadPlan)
     default = backends.LoadPlan(Path(), 1, 1, (1,))
