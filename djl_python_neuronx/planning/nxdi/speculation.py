@@ -73,7 +73,7 @@ RULES = (
         "it is of EAGLE drafts; set draft_model_kind=eagle, or leave it out"
     ),
     when(speculative_draft_model=SET, enable_fused_speculation=False).refuse(
-        "served with NxD Inference in a later version; leave it out"
+        "with NxD Inference draft models are part of the model's own graphs; leave it out"
     ),
 )
 
