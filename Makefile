@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= cpu,server,dev
+EXTRAS ?= cpu,server,dev,peft
 CONSTRAINTS ?= constraints/cpu.txt
 # Passed to pip. On Linux, PyPI's torch brings gigabytes of CUDA; this takes the CPU build instead:
 #   make serve PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'

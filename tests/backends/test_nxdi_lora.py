@@ -238,12 +238,13 @@ def test_a_compiled_output_takes_any_adapters(tmp_path: Path) -> None:
             run(backend, case, taken, len(names))
 
 
-def test_an_adapter_that_is_not_a_number_spoils_no_row_beside_it(tmp_path: Path) -> None:
+def test_an_adapter_that_overflows_spoils_no_row_beside_it(tmp_path: Path) -> None:
     """Its blocks, which NaN fills, are overwritten before a row of the base model gets them."""
     case = make(tmp_path, "llama", max_position_embeddings=384)
     matrices = case.folder.parent / "wide" / "adapter_model.safetensors"
     save_file(
-        {name: torch.full_like(one, torch.nan) for name, one in load_file(matrices).items()},
+        # Finite, but the product of both is not.
+        {name: torch.full_like(one, 1e30) for name, one in load_file(matrices).items()},
         matrices,
     )
     plan = plan_of(case, ("wide", "narrow"), **IN_BLOCKS, on_device_generation={"do_sample": False})
