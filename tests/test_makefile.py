@@ -60,7 +60,7 @@ def test_an_environment_is_made_once_for_what_was_asked(run, program, tmp_path):
         assert ran.returncode == 0, ran.stderr
         return "\n".join(lines)
 
-    assert "-e .[cpu,server,dev]" in install()
+    assert "-e .[cpu,server,dev,peft]" in install()
     assert install() == ""
     for change in (
         "EXTRAS=dev",
