@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, Union
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
@@ -126,7 +126,10 @@ def _of_role(content: object, info: ValidationInfo) -> list[_Block]:
     return _blocks(content, _OF_ROLE[info.data.get("role", "system")])
 
 
-_Content = Annotated[Any, AfterValidator(_of_role), WithJsonSchema({"type": ["string", "array"]})]
+# Not WithJsonSchema, to whose dictionary pydantic 2.6 adds the default of one of its fields.
+_Content = Annotated[
+    Any, AfterValidator(_of_role), Field(json_schema_extra={"type": ["string", "array"]})
+]
 
 
 class MessageParam(LenientModel):
