@@ -174,8 +174,11 @@ class SlotBackend(ABC):
 
     def _note(self, parts: Sequence[tuple[PartKind, Rows]], output: StepOutput) -> None:
         """Record what the slots hold after a step; for prefixes, nothing of one that may hold NaN."""
+        for _, rows in parts:
+            self._filled[rows.slots] = rows.starts + rows.lens
+        if self._prefixes is None and not self.spec.num_fused_drafts:
+            return
         slots = np.concatenate([rows.slots for _, rows in parts])
-        self._filled[slots] = np.concatenate([rows.starts + rows.lens for _, rows in parts])
         if self.spec.num_fused_drafts and output.ids is not None:
             self._filled[slots] += np.count_nonzero(output.ids[:, 1:] >= 0, axis=1)
         if self._prefixes is None:
