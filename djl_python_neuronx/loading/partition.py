@@ -186,10 +186,10 @@ class _Writer:
             options[OPTION] = f"./{CODE}"
         # An output without weights has none of a draft model either.
         if (draft := prepared.draft) is not None and self.weights != "none":
-            compiled_draft = replace(
-                compiled, folder=None, facts=compile_facts(draft, draft.artifact.path)
-            )
-            if not prepared.case.fused:
+            if prepared.case.fused:
+                facts = compile_facts(draft, draft.artifact.path)
+                compiled_draft = replace(compiled, folder=None, facts=facts)
+            else:
                 compiled_draft = obtain(draft, lambda: self.tokenizer, self.progress)
             # A draft model is small: its weights stay whole.
             whole: WeightsInOutput = "link" if self.weights == "presharded" else self.weights
